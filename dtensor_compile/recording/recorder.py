@@ -142,6 +142,7 @@ class Recording:
         outside: collectives that ran outside of graphs; None if they were not observed.
         step_seconds: measured time of each step on a graph, by its name.
         profile: measured compile time by stage and layer; None if it was not asked for.
+        one_step: whether the program ran once, so that a graph counts as often as it ran, and not once.
     """
 
     captured: list[str] = field(default_factory=list)
@@ -158,6 +159,7 @@ class Recording:
     outside: OutsideCollectives | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
     profile: Profile | None = None
+    one_step: bool = False
 
     @property
     def collectives(self) -> list[SentCollective]:
@@ -191,6 +193,10 @@ class Recording:
 
     def compiled_backward(self, seconds: float) -> None:
         self.lazy_seconds += seconds
+
+    def calls_of(self, compilation: FrameCompilation | None) -> int:
+        """How often the graphs of a compilation count in sums."""
+        return max(compilation.calls, 1) if self.one_step and compilation is not None else 1
 
     def observe(self, graph: torch.fx.Graph) -> None:
         """Records a lowered graph, of any backend."""
@@ -251,6 +257,10 @@ class GraphLog:
         if topology is not None:
             for recording_ in self.recordings:
                 recording_.topologies.append(topology)
+
+    def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled program, with its calls counted if anything is recorded."""
+        return self.compilation.counted(run) if self.recordings and self.compilation is not None else run
 
     def captured(self, graph: torch.fx.Graph) -> None:
         _show("captured", graph)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from dtensor_compile.recording.profile import STAGES, Profile
 from dtensor_compile.recording.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
+from dtensor_compile.report.by_part import compared_with_whole
 from dtensor_compile.report.machine import Machine, machine_of
 from dtensor_compile.report.missed_overlap import missed
 from dtensor_compile.report.model import (
@@ -37,6 +38,7 @@ from dtensor_compile.report.model import (
     Total,
     Totals,
 )
+from dtensor_compile.report.recorded import Recordings
 from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds
@@ -49,6 +51,8 @@ def build_report(
     recording: Recording,
     *,
     stock: Recording | None = None,
+    whole: Recording | None = None,
+    parts: Sequence[str] = (),
     target: str = "",
     cluster: str | None = None,
     simulated: bool = False,
@@ -59,6 +63,7 @@ def build_report(
     Args:
         recording: the program under this backend, or under those that a script chose.
         stock: the same program under stock torch.
+        whole, parts: the same under this backend as a whole, if it compiles parts one by one, and their names.
         target: the reported program, as the user named it.
         cluster: name of the machine for which times are estimated, one of `dtensor_compile.topology.links.CLUSTERS`;
             None: that of `machine_of`.
@@ -67,6 +72,8 @@ def build_report(
     """
     machine = Machine(CLUSTERS[cluster], "as asked for") if cluster is not None else machine_of(recording)
     running = dist.is_available() and dist.is_initialized()
+    ours = build_side(recording, machine.cluster, name if whole is None else f"{name}, by part")
+    as_whole = build_side(whole, machine.cluster, f"{name}, whole") if whole is not None else None
     return Report(
         version=model.VERSION,
         target=target,
@@ -76,9 +83,15 @@ def build_report(
         simulated=simulated,
         cluster=machine.cluster.name,
         cluster_from=machine.known_from,
-        ours=build_side(recording, machine.cluster, name),
+        ours=ours if as_whole is None else compared_with_whole(ours, as_whole, parts),
         stock=build_side(stock, machine.cluster, "stock") if stock is not None else None,
+        whole=as_whole,
     )
+
+
+def report_of(found: Recordings, **about: Any) -> Report:
+    """The report of a program; `about` is as in `build_report`."""
+    return build_report(found.ours, stock=found.stock, whole=found.whole, parts=found.parts, **about)
 
 
 Recording.make_report = build_report  # type: ignore[method-assign, assignment]  # recording may not import report
@@ -86,7 +99,7 @@ Recording.make_report = build_report  # type: ignore[method-assign, assignment] 
 
 def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
     """One side of a report: the program under one backend, from `recording`."""
-    outdated = _outdated(recording.compilations)
+    outdated = _outdated(recording)
     graphs = [
         graph for graph in recording.graphs if graph.compilation is None or graph.compilation.number not in outdated
     ]
@@ -96,7 +109,7 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
     collectives = [
         row
         for index, (graph, timing) in enumerate(zip(graphs, schedules))
-        for row in _collectives(graph, timing, index, numbers)
+        for row in _collectives(graph, timing, index, numbers, recording.calls_of(graph.compilation))
     ]
     carried = [carried for graph in graphs for carried in (this.carries for this in graph.collectives)]
     redistributions = tuple(
@@ -112,7 +125,10 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         collectives=tuple(collectives),
         decisions=tuple(decision_row(d) for d in recording.decisions),
         missed=tuple(decision_row(d) for graph, timing in zip(graphs, schedules) for d in missed(graph, timing)),
-        graphs=tuple(_graph(graph, timing, start) for graph, timing, start in zip(graphs, schedules, first)),
+        graphs=tuple(
+            _graph(graph, timing, start, recording.calls_of(graph.compilation))
+            for graph, timing, start in zip(graphs, schedules, first)
+        ),
         totals=_totals(collectives),
         compile_seconds=recording.seconds,
         failed=recording.failed,
@@ -155,15 +171,16 @@ def left_alone(decisions: Sequence[Decision]) -> LeftAlone:
     return LeftAlone(stages, sum((d.seconds or 0.0 for d in these), 0.0), sum(d.bytes or 0 for d in these))
 
 
-def _outdated(compilations: Sequence[FrameCompilation]) -> set[int]:
-    """Numbers of the compilations whose function was compiled again later."""
+def _outdated(recording: Recording) -> set[int]:
+    """Numbers of the compilations whose function was compiled again later; in one step both may have run."""
     latest: dict[tuple[str, str, int], list[int]] = {}
     outdated: set[int] = set()
-    for this in compilations:
+    for this in recording.compilations:
         earlier = latest.setdefault((this.file, this.function, this.line), [])
         if this.reason and earlier:
             outdated.add(earlier.pop())
-        earlier.append(this.number)
+        if not (recording.one_step and this.calls):
+            earlier.append(this.number)
     return outdated
 
 
@@ -173,7 +190,7 @@ def _recompile(this: FrameCompilation) -> model.Recompile:
 
 
 def _collectives(
-    graph: GraphRecord, timing: Schedule, index: int, numbers: dict[int, int]
+    graph: GraphRecord, timing: Schedule, index: int, numbers: dict[int, int], calls: int
 ) -> Iterable[model.Collective]:
     seconds = {timed.index: timed.seconds for timed in timing.communication}
     for i, this in enumerate(graph.collectives):
@@ -188,12 +205,13 @@ def _collectives(
             shape=this.shape,
             dtype=this.dtype,
             phase="backward" if graph.name == "backward" else "forward",
-            bytes=this.bytes,
-            seconds=seconds[i],
-            exposed_seconds=timing.exposed[i],
+            bytes=this.bytes * calls,
+            seconds=seconds[i] * calls,
+            exposed_seconds=timing.exposed[i] * calls,
             graph=index,
             redistribution=first,
             also=tuple(also),
+            calls=calls,
         )
 
 
@@ -243,8 +261,8 @@ def _sent(
     for this, carries in zip(collectives, carried):
         own = [sent for other, sent in carries if other == number]
         if own:
-            part = sum(own) / this.bytes if this.bytes else 1 / len(carries)
-            yield _Sent(sum(own), this.seconds * part, this.exposed_seconds * part)
+            part = sum(own) * this.calls / this.bytes if this.bytes else 1 / len(carries)
+            yield _Sent(sum(own) * this.calls, this.seconds * part, this.exposed_seconds * part)
 
 
 def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Sequence[_Sent]) -> Redistribution:
@@ -275,7 +293,7 @@ def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Se
         plan=this.plan,
         phase="backward" if this.backward else "forward",
         fate=fate,  # type: ignore[arg-type]
-        bytes_before=this.bytes,
+        bytes_before=this.bytes * recording.calls_of(this.compilation),
         bytes=sum(c.bytes for c in sent),
         seconds=sum((c.seconds for c in sent), 0.0),
         exposed_seconds=sum((c.exposed_seconds for c in sent), 0.0),
@@ -284,7 +302,7 @@ def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Se
     )
 
 
-def _graph(graph: GraphRecord, timing: Schedule, first: int) -> Graph:
+def _graph(graph: GraphRecord, timing: Schedule, first: int, calls: int) -> Graph:
     compute = [
         Span(o.name, "compute", timed.start, timed.seconds, _line(o.where), o.module)
         for timed in timing.compute
@@ -305,6 +323,7 @@ def _graph(graph: GraphRecord, timing: Schedule, first: int) -> Graph:
         seconds=timing.seconds,
         spans=tuple(sorted([*compute, *communication], key=lambda span: (span.start, span.stream))),
         rests_on="graph" if graph.order is None else "kernels",
+        calls=calls,
     )
 
 
@@ -333,4 +352,4 @@ def _totals(collectives: Sequence[model.Collective]) -> Totals:
 
 def _total(name: str, rows: Sequence[model.Collective]) -> Total:
     seconds, exposed = sum((c.seconds for c in rows), 0.0), sum((c.exposed_seconds for c in rows), 0.0)
-    return Total(name, len(rows), sum(c.bytes for c in rows), seconds, exposed)
+    return Total(name, sum(c.calls for c in rows), sum(c.bytes for c in rows), seconds, exposed)

@@ -28,7 +28,7 @@ import torch
 
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.ir.rank_free import dims_of_name
-from dtensor_compile.report.explain import run_backward
+from dtensor_compile.report.recorded import run_backward
 from dtensor_compile.report.report_command import OK, status_of
 from dtensor_compile.report.run_target import Job, mesh_of, parse_mesh_argument, running
 from dtensor_compile.report.target import (

@@ -50,8 +50,9 @@ def _span(process: int, side: Side, graph: Graph, span: Span, start: float) -> I
         yield _complete(process, span.stream, span.name, start, span.seconds, about)
         return
     this = side.collectives[span.collective]
-    about |= {"code": this.source.code, "bytes": this.bytes, "mesh_dim": this.mesh_dim, "ranks": this.ranks}
-    about |= {"local_shape": list(this.shape), "dtype": this.dtype, "exposed_us": _us(this.exposed_seconds)}
+    exposed = this.exposed_seconds / this.calls
+    about |= {"code": this.source.code, "bytes": this.bytes // this.calls, "mesh_dim": this.mesh_dim}
+    about |= {"ranks": this.ranks, "local_shape": list(this.shape), "dtype": this.dtype, "exposed_us": _us(exposed)}
     if this.redistribution is not None:
         cause = side.redistributions[this.redistribution]
         about |= {"change": f"{cause.before}->{cause.after}", "plan": list(cause.plan)}
@@ -60,9 +61,9 @@ def _span(process: int, side: Side, graph: Graph, span: Span, start: float) -> I
         about |= {"carries": 1 + len(this.also)}
     name = f"{this.kind}[{this.mesh_dim}]"
     yield _complete(process, span.stream, name, start, span.seconds, about)
-    if this.exposed_seconds > 0:
-        waits = start + span.seconds - this.exposed_seconds
-        yield _complete(process, "exposed", f"waits for {name}", waits, this.exposed_seconds, {"line": span.where})
+    if exposed > 0:
+        waits = start + span.seconds - exposed
+        yield _complete(process, "exposed", f"waits for {name}", waits, exposed, {"line": span.where})
 
 
 def _complete(

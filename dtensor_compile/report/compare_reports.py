@@ -198,6 +198,12 @@ def outside_text(outside: Outside | None) -> str:
     return f"{outside.count} collective{'s' * (outside.count != 1)}, {bytes_text(outside.bytes)}"
 
 
+def graphs_text(side: Side) -> str:
+    """The number of graphs, and how often they run in a step where that is more often than once each."""
+    runs = sum(graph.calls for graph in side.graphs)
+    return f"{len(side.graphs)}, which run {runs} times" if runs != len(side.graphs) else str(runs)
+
+
 def exposed_text(side: Side) -> str:
     """The exposed time; an upper bound if collectives run outside of graphs, since their overlap is unknown."""
     text = seconds_text(side.totals.all.exposed_seconds)

@@ -85,7 +85,7 @@ def _figures(sides: Sequence[Side]) -> list[Figure]:
         Figure("outside of graphs", tuple(outside_text(side.outside) for side in sides), "", False),
         seconds("communication", [total.seconds for total in totals]),
         figure("exposed", [total.exposed_seconds for total in totals], [exposed_text(side) for side in sides]),
-        seconds("compute in graphs", [sum(g.compute_seconds for g in side.graphs) for side in sides]),
+        seconds("compute in graphs", [sum(g.compute_seconds * g.calls for g in side.graphs) for side in sides]),
         Figure("left alone", tuple(left_alone_text(side.left_alone) for side in sides), "", False),
     ]
 

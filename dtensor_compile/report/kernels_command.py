@@ -20,7 +20,7 @@ from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.recording.recorder import record
-from dtensor_compile.report.explain import run_backward
+from dtensor_compile.report.recorded import run_backward
 from dtensor_compile.report.report_command import BROKEN, OK, status_of
 from dtensor_compile.report.run_target import Job, mesh_of, parse_mesh_argument
 from dtensor_compile.report.target import (

@@ -30,11 +30,7 @@ class ReportFormatError(DTensorCompileError, ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's program. `file` is empty and `line` 0 if it is unknown.
-
-    Attributes:
-        before, after: up to two lines around it.
-    """
+    """A line of the user's program, with up to two lines around it. `file` is empty and `line` 0 if it is unknown."""
 
     file: str = ""
     line: int = 0
@@ -152,6 +148,7 @@ class Collective:
         graph: index in `Side.graphs`; None for one outside of graphs, whose time counts as fully exposed.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
         also: indices of the other redistributions that it carries, if collectives were merged.
+        calls: how often it runs in a step; bytes and times are of all of these.
     """
 
     kind: str
@@ -168,6 +165,7 @@ class Collective:
     graph: int | None
     redistribution: int | None = None
     also: tuple[int, ...] = ()
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -235,6 +233,7 @@ class Graph:
         spans: the schedule.
         rests_on: source of order and times: the compiled ``"kernels"``, or the ``"graph"`` before them, if there are
             none.
+        calls: how often it runs in a step; its times are of one run.
     """
 
     function: str
@@ -246,6 +245,7 @@ class Graph:
     seconds: float
     spans: tuple[Span, ...] = ()
     rests_on: Literal["kernels", "graph"] = "graph"
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -339,6 +339,7 @@ class Report:
         cluster_from: reason for that machine.
         ours: the program under this backend (or under those that a script chose).
         stock: the same under stock torch; None if that was not requested or is not possible.
+        whole: the same under this backend, compiled as a whole, if `ours` compiles parts of the model one by one.
     """
 
     version: str
@@ -351,6 +352,7 @@ class Report:
     ours: Side
     stock: Side | None = None
     cluster_from: str = ""
+    whole: Side | None = None
 
 
 def to_dict(report: Report) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.offline.simulated_job import job as simulated_job
 from dtensor_compile.recording.recorder import Recording, record
-from dtensor_compile.report.build import build_report
-from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
+from dtensor_compile.report.build import report_of
 from dtensor_compile.report.model import Report
+from dtensor_compile.report.recorded import Recordings, Run, failures_recorded, recorded_all, run_backward
 from dtensor_compile.report.target import (
     TargetError,
     TargetProgram,
@@ -117,13 +117,13 @@ def look_at(
     with running(job):
         world, rank = dist.get_world_size(), dist.get_rank()
         if is_script(target):
-            ours, theirs, name = _script(target, arguments, profile), None, "as compiled"
+            found, name = Recordings(_script(target, arguments, profile)), "as compiled"
         else:
             compared = world <= STOCK_RANKS if stock is None else stock
             how = {"backward": backward, "kernels": kernels, "profile": profile}
-            ours, theirs = _function(target, job, stock=compared, **how)
+            found = _function(target, job, stock=compared, **how)
             name = "dtensor"
-        report = build_report(ours, stock=theirs, target=target, cluster=cluster, simulated=not job.real, name=name)
+        report = report_of(found, target=target, cluster=cluster, simulated=not job.real, name=name)
     return replace(report, world=world, rank=rank)  # a script may have destroyed its process group
 
 
@@ -171,15 +171,13 @@ def _never(target: str) -> str:
     )
 
 
-def _function(
-    target: str, job: Job, *, stock: bool, backward: bool, kernels: str, profile: bool
-) -> tuple[Recording, Recording | None]:
+def _function(target: str, job: Job, *, stock: bool, backward: bool, kernels: str, profile: bool) -> Recordings:
     function = function_of(target)
 
     def mesh() -> Any:
         return mesh_of(job, "cuda" if torch.cuda.is_available() and job.real else "cpu")
 
-    def run(program: TargetProgram) -> Callable[[Callable[..., Any]], None]:
+    def run(program: TargetProgram) -> Run:
         def call(compiled: Callable[..., Any]) -> None:
             with users_program(target):
                 out = program.call(compiled)
@@ -194,14 +192,17 @@ def _function(
         if program is not None and not recording.compilations and uncompiled(program.model) is not program.model:
             run(program)(program.model)
     if recording.compilations:  # the function, or what it returned, compiles by itself
-        return recording, None
+        return Recordings(recording)
     if program is None:
         raise TargetError(_never(target))
-    ours = recorded(program.model, run(program), kernels=kernels, profile=profile)
-    if not ours.compilations:
+    made = iter((program,))
+
+    def again() -> tuple[Callable[..., Any], Run]:
+        this = next(made, None) or program_of(call_target(function, target, mesh))
+        assert this is not None
+        return this.model, run(this)
+
+    found = recorded_all(again, stock=stock, kernels=kernels, profile=profile)
+    if not found.ours.compilations:
         raise TargetError(_never(target))
-    if not stock:
-        return ours, None
-    again = program_of(call_target(function, target, mesh))
-    assert again is not None
-    return ours, recorded_stock(again.model, run(again), profile=profile and kernels == "inductor")
+    return found

@@ -19,6 +19,7 @@ from dtensor_compile.report.compare_reports import (
     bytes_text,
     describe_break,
     exposed_text,
+    graphs_text,
     left_alone_text,
     outside_text,
     seconds_text,
@@ -109,7 +110,7 @@ def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[Rendera
 
 
 def _summary(report: Report, terminal: bool) -> Table:
-    sides = [report.ours, *([report.stock] if report.stock else [])]
+    sides = [side for side in (report.ours, report.whole, report.stock) if side is not None]
     table = _table("", terminal, "", *(side.name for side in sides))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -117,16 +118,16 @@ def _summary(report: Report, terminal: bool) -> Table:
         *([("ended with an error", lambda s: s.failed or "-")] if any(side.failed for side in sides) else []),
         ("graph breaks", lambda s: breaks_text(s.breaks)),
         ("recompiles", lambda s: str(len(s.recompiles))),
-        ("graphs", lambda s: str(len(s.graphs))),
+        ("graphs", graphs_text),
         ("order and times of", lambda s: ", ".join(sorted({f"the {g.rests_on}" for g in s.graphs})) or "-"),
-        ("redistributions", lambda s: str(len(s.redistributions)) if s is report.ours else "-"),
+        ("redistributions", lambda s: str(len(s.redistributions)) if s is not report.stock else "-"),
         ("collectives", lambda s: str(s.totals.all.count)),
         ("bytes sent", lambda s: f"{s.totals.all.bytes:,}"),
         *((f"  {phase}", lambda s, phase=phase: f"{_phase_bytes(s, phase):,}") for phase in ("forward", "backward")),
         ("outside of graphs", lambda s: outside_text(s.outside)),
         ("communication", lambda s: seconds_text(s.totals.all.seconds)),
         ("  exposed", exposed_text),
-        ("compute in graphs", lambda s: seconds_text(sum(g.compute_seconds for g in s.graphs))),
+        ("compute in graphs", lambda s: seconds_text(sum(g.compute_seconds * g.calls for g in s.graphs))),
         ("left alone", lambda s: left_alone_text(s.left_alone)),
         ("compile time (measured)", lambda s: f"{s.compile_seconds:.2f} s"),
     ]
@@ -137,7 +138,7 @@ def _summary(report: Report, terminal: bool) -> Table:
 
 def _compile_times(report: Report, most: int | None, terminal: bool) -> Iterator[Table]:
     """Compile time by stage, of each side, and by layer."""
-    sides = [side for side in (report.ours, report.stock) if side is not None and side.stages]
+    sides = [side for side in (report.ours, report.whole, report.stock) if side is not None and side.stages]
     if not sides:
         return
     columns = [f"{side.name} {what}" for side in sides for what in ("(measured)", "share")]

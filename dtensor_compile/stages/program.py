@@ -166,4 +166,4 @@ def wrap(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
                 f"aot_compile cannot save {this.agreement.function or 'the program'}: it {what}, and torch saves the "
                 "compiled graph without the code around it; build artifacts of it instead (dtensor-compile build)"
             )
-    return run if saved else watched(run, this.agreement)
+    return run if saved else this.log.counted(watched(run, this.agreement))

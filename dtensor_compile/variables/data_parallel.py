@@ -48,12 +48,14 @@ from dtensor_compile.compat.distributed import ddp, fsdp
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph
 from dtensor_compile.compat.dynamo.backward import leaves_of_a_reducer
 from dtensor_compile.compat.dynamo.calls import Call, attribute, emit_call
+from dtensor_compile.compat.dynamo.compiled_parts import CALL_WRAPPED, READ_WRAPPED
 from dtensor_compile.compat.dynamo.left_to_python import leave_code_to_python
 from dtensor_compile.compat.dynamo.module_calls import (
     attributes_are_static,
     dict_of,
     function_of,
     handle_functions,
+    member,
     notes,
     real_value,
     replace_parameter,
@@ -214,6 +216,23 @@ def _replicate_post_forward(
     return output
 
 
+def _call_wrapped(
+    tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``module(*args, **kwargs)`` of a module that ``torch.compile`` wrapped before ``fully_shard`` did: Dynamo knows
+    the class of the first alone."""
+    return UserFunctionVariable(torch.nn.Module._call_impl).call_function(tx, args, kwargs)
+
+
+def _read_wrapped(
+    tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``module.name`` of such a module, where that is an attribute of the one inside."""
+    module, name = args
+    inner, path = member(tx, module, ("_orig_mod",)), name.as_python_constant()
+    return inner if path == "_orig_mod" else attribute(tx, inner, path)
+
+
 #: Functions of the wrappers, and the handlers of their calls.
 HANDLERS: Mapping[Callable[..., Any], Call] = {
     ddp.PRE_FORWARD: _ddp_pre_forward,
@@ -221,6 +240,8 @@ HANDLERS: Mapping[Callable[..., Any], Call] = {
     ddp.POST_FORWARD: _ddp_post_forward,
     ddp.REPLICATE_PRE_FORWARD: _replicate_pre_forward,
     ddp.REPLICATE_POST_FORWARD: _replicate_post_forward,
+    CALL_WRAPPED: _call_wrapped,
+    READ_WRAPPED: _read_wrapped,
     **fsdp_forwards.HANDLERS,
 }
 

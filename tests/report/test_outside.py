@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtensor_compile import explain
 from dtensor_compile.compat.distributed.fake_group import simulated_job
-from dtensor_compile.report.explain import recorded_stock
+from dtensor_compile.report.recorded import recorded_stock
 from tests.report.test_table import cell
 
 RANKS = 4

@@ -262,6 +262,27 @@ class Tied(nn.Module):
 
 
 @on_ranks(2)
+def test_blocks_that_torch_compile_wrapped_before():
+    """Names of parameters, and attributes, are those of the wrapper; in the region it is not compiled by itself."""
+
+    def build():
+        model = Blocks(3)
+        for i, block in enumerate(model.blocks):
+            block.factor = 0.5
+            model.blocks[i] = fully_shard(torch.compile(block, backend="eager"), mesh=dp_mesh())
+        return fully_shard(model, mesh=dp_mesh())
+
+    def call(model):
+        def step(x):
+            return model(x) * model.blocks[1].factor
+
+        return step
+
+    assert_same(build, call, width=6, steps=2)
+    assert_same(build, width=6)
+
+
+@on_ranks(2)
 def test_tied_and_frozen_parameters():
     def build():
         model = Tied()

@@ -15,7 +15,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -50,16 +50,16 @@ def first_step(
 
     trainer = Trainer(layout, mesh, LlamaConfig(layers=layers), 1, wrap)
     with fresh_caches() if folder is None else mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
-        return seconds_of_first_step(trainer)
+        return seconds_of_first_step(lambda: trainer.loss(0).backward())
 
 
-def seconds_of_first_step(trainer: Trainer) -> tuple[float, float]:
+def seconds_of_first_step(step: Callable[[], object]) -> tuple[float, float]:
     """Wall and CPU seconds of the first forward and backward less those of the second, on this rank."""
     wall, cpu = [], []
     for _ in range(2):
         dist.barrier()
         began = time.perf_counter(), _cpu_seconds()
-        trainer.loss(0).backward()
+        step()
         wall.append(time.perf_counter() - began[0])
         cpu.append(_cpu_seconds() - began[1])
     return wall[0] - wall[1], cpu[0] - cpu[1]

@@ -31,7 +31,7 @@ from models import CASES, Case  # noqa: E402
 
 from dtensor_compile.compat.dtensor.specs import min_cost_plans
 from dtensor_compile.report.build import build_side
-from dtensor_compile.report.explain import recorded, recorded_stock, run_backward
+from dtensor_compile.report.recorded import recorded, recorded_stock, run_backward
 from dtensor_compile.report.run_target import Job, running
 from dtensor_compile.topology.links import CLUSTERS
 

@@ -27,8 +27,8 @@ from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import tensor_parallel, two_dim
-from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.model import to_json
+from dtensor_compile.report.recorded import run_backward
 from dtensor_compile.report.run_target import Job, look_at, running
 from dtensor_compile.report.table import console_for, print_report
 

@@ -9,7 +9,11 @@ profiler, in the last repeat.
 
     eager    the wrapper alone
     stock    blocks compiled one by one under ``fully_shard`` (``block.compile()``), the whole model under DDP
+    blocks   the same with this backend; not under DDP
     ours     the step compiled with this backend, in one graph
+
+Beside times, of the first step with empty caches the CPU seconds of all ranks, C++ compiler included, less those of a
+later one, and the peak of resident memory of a step beyond that before it, of the rank with the most.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ from typing import Any
 
 import third_party
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
+from compile_time import seconds_of_first_step
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -39,13 +45,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dtensor_compile import one_gloo_worker
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.testing.count_collectives import collectives_run
+from dtensor_compile.testing.step_memory import resident_peak
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import netlab  # noqa: E402 - tools beside this one
 
-VARIANTS = ("eager", "stock", "ours")
+VARIANTS = ("eager", "stock", "blocks", "ours")
 
 
 class Transformer(nn.Module):
@@ -95,6 +103,8 @@ def _sharded(model: nn.Module, blocks: Iterable[nn.Module], compile: str | None)
 
 def _replicated(model: nn.Module, compile: str | None) -> nn.Module:
     model = DistributedDataParallel(model)
+    if compile == "dtensor":
+        raise NotImplementedError("the whole model is compiled: as ours")
     return model if compile is None else torch.compile(model, backend=compile)
 
 
@@ -149,7 +159,7 @@ AT = {True: [name for name in PROGRAMS if "small" in name], False: [name for nam
 def _step(name: str, variant: str) -> Callable[[], None]:
     build, make_input = PROGRAMS[name]
     torch.manual_seed(0)
-    model = build("inductor" if variant == "stock" else None)
+    model = build({"stock": "inductor", "blocks": "dtensor"}.get(variant))
     torch.manual_seed(1 + dist.get_rank())
     x = make_input()
 
@@ -170,14 +180,16 @@ def child(args: argparse.Namespace) -> None:
     """One rank: writes its measurements to a file."""
     torch.set_num_threads(1)
     one_gloo_worker()
+    inductor_config.compile_threads = 1  # in this process, so that its children are counted
     dist.init_process_group("gloo")
-    result: dict[str, Any] = {"seconds": {}, "collectives": {}, "failed": {}}
+    result: dict[str, Any] = {"seconds": {}, "collectives": {}, "failed": {}, "compile": {}, "memory": {}}
     steps = {}
     for variant in VARIANTS:
         try:
             steps[variant] = _step(args.programs[0], variant)
-            for _ in range(3):
-                steps[variant]()
+            with fresh_caches():
+                _, result["compile"][variant] = seconds_of_first_step(steps[variant])
+            steps[variant]()
         except Exception as error:  # noqa: BLE001 - a variant of stock's may not work here, which is a result
             result["failed"][variant] = f"{type(error).__name__}: {error}"[:300]
             steps.pop(variant, None)
@@ -188,6 +200,7 @@ def child(args: argparse.Namespace) -> None:
             step()
             result["seconds"].setdefault(variant, []).append(time.perf_counter() - began)
     result["collectives"] = {variant: collectives_run(step) for variant, step in steps.items()}
+    result["memory"] = {variant: resident_peak(step) for variant, step in steps.items()}
     dist.destroy_process_group()
     pathlib.Path(f"{args.json}.{os.environ['RANK']}").write_text(json.dumps(result))
 
@@ -218,6 +231,8 @@ def row(args: argparse.Namespace, network: netlab.Network | None, name: str, mbi
         **about,
         "seconds": seconds,
         "collectives": ranks[0]["collectives"],
+        "compile": {v: sum(rank["compile"][v] for rank in ranks) for v in seconds},
+        "memory": {v: max(rank["memory"][v] for rank in ranks) for v in seconds},
         "all": [rank["seconds"] for rank in ranks],
     }
 
@@ -230,16 +245,23 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         *(f"{v} (ms)" for v in VARIANTS),
         "ours / eager",
         "ours / stock",
+        "blocks / stock",
         "collectives",
+        "compile (CPU s)",
+        "memory (MiB)",
     ):
         result.add_column(column, justify="left" if column == "program" else "right")
     for this in rows:
         seconds = this["seconds"]
-        ratios = [f"{seconds['ours'] / seconds[v]:.2f}" if v in seconds else "-" for v in ("eager", "stock")]
-        cells = [f"{seconds[v] * 1e3:.1f}" if v in seconds else "fails" for v in VARIANTS]
+        pairs = (("ours", "eager"), ("ours", "stock"), ("blocks", "stock"))
+        ratios = [f"{seconds[a] / seconds[b]:.2f}" if a in seconds and b in seconds else "-" for a, b in pairs]
+        cells = [f"{seconds[v] * 1e3:.1f}" if v in seconds else "-" for v in VARIANTS]
         counts = " / ".join(str(this["collectives"].get(v, "-")) for v in VARIANTS)
-        result.add_row(this["program"], f"{this['mbit']:g}" if this["mbit"] else "loopback", *cells, *ratios, counts)
-    result.caption = "collectives: eager / stock / ours"
+        compile = " / ".join(f"{this['compile'][v]:.1f}" if v in seconds else "-" for v in VARIANTS)
+        memory = " / ".join(f"{this['memory'][v] / 2**20:.0f}" if v in seconds else "-" for v in VARIANTS)
+        rate = f"{this['mbit']:g}" if this["mbit"] else "loopback"
+        result.add_row(this["program"], rate, *cells, *ratios, counts, compile, memory)
+    result.caption = f"collectives, compile, memory: {' / '.join(VARIANTS)}"
     return result
 
 
@@ -270,7 +292,7 @@ def main() -> int:
     except netlab.UnavailableError as error:
         print(f"wrappers: {error}", file=sys.stderr)
         return 2
-    Console(width=160).print(table(rows, f"forward and backward on {args.ranks} gloo ranks, torch {torch.__version__}"))
+    Console(width=200).print(table(rows, f"forward and backward on {args.ranks} gloo ranks, torch {torch.__version__}"))
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
     return 0

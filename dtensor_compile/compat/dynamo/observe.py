@@ -45,6 +45,7 @@ class FrameCompilation:
         seconds: measured, nested compilations included; 0 until it has ended.
         outermost: whether no other compilation contains it.
         names: the program's names of modules for which Dynamo has others (`module_names.root_names`).
+        calls: how often its graphs ran, as far as their backend tells; of all graphs of the frame together.
     """
 
     number: int
@@ -55,6 +56,16 @@ class FrameCompilation:
     seconds: float = 0.0
     outermost: bool = True
     names: dict[str, str] = field(default_factory=dict, repr=False)
+    calls: int = 0
+
+    def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, the compiled graph, with its calls counted."""
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            return run(*args)
+
+        return call
 
 
 @dataclass(frozen=True)
