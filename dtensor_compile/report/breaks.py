@@ -16,6 +16,7 @@ _CONTEXT = re.compile(r"Developer debug context:[ \t]*(?P<text>.*?)(?:\n\s*\n|\Z
 
 #: Kind of a recompilation -> pattern of the text of the guard that failed; the first match counts.
 _RECOMPILE_CAUSES: tuple[tuple[str, str], ...] = (
+    ("data-parallel wrapper", r"(FSDP|DDP|REPLICATE)_\w+\("),
     ("dtype", r"dtype mismatch|\.dtype ==|expected dtype"),
     (
         "size",
