@@ -12,7 +12,7 @@ from dtensor_compile.compat.inductor.compile import compile_as_stock
 from dtensor_compile.compat.patches import warn_of_untried_release
 from dtensor_compile.graph.runner import run_steps
 from dtensor_compile.options import Options
-from dtensor_compile.recording.recorder import GraphLog
+from dtensor_compile.recording.graph_log import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.runtime.failed_frames import frame_failed
 from dtensor_compile.spmd import trackers as of_annotations

@@ -6,7 +6,7 @@ Layers of a model repeat, and tracing takes milliseconds, so that a traced graph
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,18 @@ from dtensor_compile.compat.aot.fx import CALL, called_graph
 from dtensor_compile.graph.arguments import const_arg, fake_result, node_arg
 from dtensor_compile.graph.node_builder import inherited
 
+#: Metadata for nodes.
+Meta = Mapping[str, Any] | Callable[[torch.fx.Node], Mapping[str, Any]]
+#: Key of the name of a block's module in the metadata of its graph.
+MODULE = "dtensor_compile_module"
 
-def splice(
-    graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any], *, again: bool
-) -> Any:
+
+def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Meta, *, again: bool) -> Any:
     """Inlines the operators of `part` at the insertion point of `graph`; returns its result there.
 
     Args:
         inputs: nodes and numbers for the placeholders of `part`.
-        meta: goes to every new node.
+        meta: goes to every new node; or makes what goes there of the node that it is a copy of.
         again: whether `part` was inlined before. Fake values are then made again: two values of a graph never share a
             fake tensor, as passes find aliases by them.
     """
@@ -35,7 +38,7 @@ def splice(
         if inner.op == "placeholder":
             continue
         copy = graph.node_copy(inner, lambda n: values[n])
-        copy.meta.update(meta)
+        copy.meta.update(meta if isinstance(meta, Mapping) else meta(inner))
         if again:
             copy.meta["val"] = fake_result(copy)
         values[inner] = copy
@@ -45,7 +48,8 @@ def splice(
 def with_blocks(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy of a graph with the nodes of blocks in place of calls of them; the graph itself if it calls none.
 
-    Nodes of all calls of a block share their fake values: for readers of the graph, not for passes.
+    Nodes of all calls of a block share their fake values: for readers of the graph, not for passes. Their modules are
+    those of their call.
     """
     if not graph.find_nodes(op="call_function", target=CALL):
         return graph
@@ -54,12 +58,34 @@ def with_blocks(graph: torch.fx.Graph) -> torch.fx.Graph:
     for node in graph.nodes:
         if node.target is CALL:
             inputs = [values[argument] for argument in node.args[2:]]  # type: ignore[index]
-            values[node] = splice(copy, called_graph(node).graph, inputs, {}, again=False)
+            called = called_graph(node)
+            values[node] = splice(copy, called.graph, inputs, _modules_of_call(node, called), again=False)
         elif node.target is operator.getitem and isinstance(values[node_arg(node, 0)], (tuple, list)):
             values[node] = values[node_arg(node, 0)][const_arg(node, 1, int)]
         else:
             values[node] = copy.node_copy(node, lambda n: values[n])
     return copy
+
+
+#: Keys of modules in the metadata of nodes of the forward and of the backward pass.
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+
+
+def _modules_of_call(call: torch.fx.Node, block: torch.fx.GraphModule) -> Meta:
+    """Metadata of the nodes of a block with the modules of one of its calls."""
+    own = next((name for key in _STACKS for name, _ in reversed(call.meta.get(key, {}).values())), "")
+    first = block.meta.get(MODULE, "")
+
+    def moved(node: torch.fx.Node) -> Mapping[str, Any]:
+        if not own or not first:
+            return {}
+        inside = {key: node.meta[key].items() for key in _STACKS if key in node.meta}
+        return {
+            key: {id: (own + name.removeprefix(first), of) for id, (name, of) in stack if name.startswith(first)}
+            for key, stack in inside.items()
+        }
+
+    return moved
 
 
 def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:

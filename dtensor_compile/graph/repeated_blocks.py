@@ -28,12 +28,19 @@ class RepeatedBlock:
         inputs: of each call, in the order of the placeholders.
         results: numbers of the nodes that are used outside of a call, in the order of the results of `body`.
         calls: the nodes of each call.
+        modules: Dynamo's stack of modules of each call, down to the block's own.
     """
 
     body: torch.fx.GraphModule
     inputs: tuple[tuple[torch.fx.Node, ...], ...]
     results: tuple[int, ...]
     calls: tuple[Call, ...]
+    modules: tuple[dict[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """Dynamo's name of the module of the first call."""
+        return next((str(name) for name, _ in reversed(self.modules[0].values())), "")
 
 
 def repeated_blocks(program: torch.fx.GraphModule) -> list[RepeatedBlock]:
@@ -96,7 +103,14 @@ def _block(program: torch.fx.GraphModule, calls: tuple[dict[int, torch.fx.Node],
         for i, node in first.items():
             given.update(zip(_args(node), _args(call[i]), strict=True))
         inputs.append(tuple(given[node] for node in outer))
-    return RepeatedBlock(torch.fx.GraphModule(program, graph), tuple(inputs), tuple(results), calls)
+    modules = tuple(map(_modules, calls))
+    return RepeatedBlock(torch.fx.GraphModule(program, graph), tuple(inputs), tuple(results), calls, modules)
+
+
+def _modules(call: Call) -> dict[str, Any]:
+    """The modules that all nodes of a call are in."""
+    stacks = [node.meta.get("nn_module_stack", {}) for node in call.values()]
+    return {key: value for key, value in stacks[0].items() if all(key in stack for stack in stacks)}
 
 
 def _args(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -113,11 +127,12 @@ def _is_used_outside(node: torch.fx.Node, call: Call) -> bool:
 def replace_calls(block: RepeatedBlock, run: Callable[..., Any]) -> None:
     """Replaces the nodes of each call of a block by a call of `run`, which takes the inputs and returns the results."""
     replaced: dict[torch.fx.Node, torch.fx.Node] = {}
-    for call, inputs in zip(block.calls, block.inputs, strict=True):
+    for call, inputs, modules in zip(block.calls, block.inputs, block.modules, strict=True):
         last, members = call[max(call)], set(call.values())
         graph = last.graph
         with graph.inserting_after(last):
             whole = graph.call_function(run, tuple(replaced.get(node, node) for node in inputs))
+        whole.meta["nn_module_stack"] = modules
         place = whole
         for position, number in enumerate(block.results):
             node = call[number]

@@ -11,6 +11,7 @@ import torch
 from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.aot.random_state import DRAWS
 from dtensor_compile.graph.arguments import const_arg, list_arg
+from dtensor_compile.graph.inline_subgraph import MODULE
 from dtensor_compile.ops.call_block import CALLS_OF_BLOCKS, graph_of_block
 
 #: Key of the name in the metadata of a block's graph.
@@ -28,7 +29,7 @@ def call_blocks(graph: torch.fx.Graph) -> None:
             member = "block_" + name.replace(".", "_")
             if not hasattr(graph.owning_module, member):
                 module = graph_of_block(name).module
-                module.meta[BLOCK] = name
+                module.meta |= {BLOCK: name, MODULE: graph_of_block(name).of}
                 setattr(graph.owning_module, member, module)
             with graph.inserting_before(node):
                 called = graph.call_function(CALL, (graph.get_attr(member), name, *list_arg(node, 0)))

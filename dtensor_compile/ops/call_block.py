@@ -26,11 +26,13 @@ class BlockGraph:
         module: of the graph; takes tensors, returns a tuple of tensors, none of which aliases another or an input.
         results: the fake values of these.
         draws: whether it draws random numbers.
+        of: Dynamo's name of the module that it is the graph of: that of the first call.
     """
 
     module: torch.fx.GraphModule
     results: tuple[torch.Tensor, ...]
     draws: bool
+    of: str = ""
 
 
 #: The graphs by name, for each program that is being traced; the last one counts.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.distributed.functional_collectives import traced_in_backward
 from dtensor_compile.compat.dynamo.observe import (
     Break,
     FrameCompilation,
@@ -36,15 +33,8 @@ from dtensor_compile.compat.dynamo.observe import (
 from dtensor_compile.compat.dynamo.phases import watch_phases
 from dtensor_compile.compat.inductor.compile import GraphPass
 from dtensor_compile.decisions import Decision
-from dtensor_compile.errors import MemoryBudgetError
-from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of, value_of
 from dtensor_compile.graph.extra_copies import extra_copies
-from dtensor_compile.graph.node_costs import Operation, SentCollective, device_of, module_path, operations_of
-from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ops.redistribute import plan_of
-from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
-from dtensor_compile.planner.search import bytes_sent
+from dtensor_compile.graph.node_costs import Operation, SentCollective, device_of, operations_of
 from dtensor_compile.recording.profile import Profile
 
 if TYPE_CHECKING:
@@ -94,6 +84,7 @@ class CapturedRedistribution:
         bytes: sent by the plan.
         backward: whether it belongs to the backward pass.
         compilation: the one that captured it.
+        calls: how many calls of the block that it belongs to have it; 1 outside of blocks that are traced once.
     """
 
     number: int
@@ -110,6 +101,7 @@ class CapturedRedistribution:
     bytes: int
     backward: bool
     compilation: FrameCompilation | None
+    calls: int = 1
 
 
 @dataclass
@@ -160,6 +152,11 @@ class Recording:
     step_seconds: dict[str, float] = field(default_factory=dict)
     profile: Profile | None = None
     one_step: bool = False
+
+    @property
+    def of_graphs(self) -> tuple[list[Any], ...]:
+        """What is recorded of graphs on their way, in lists."""
+        return self.captured, self.planned, self.redistributions, self.decisions, self.graphs
 
     @property
     def collectives(self) -> list[SentCollective]:
@@ -248,123 +245,18 @@ def recording() -> bool:
     return bool(_active or _watchers)
 
 
-class GraphLog:
-    """What one compilation reports to the recordings active at its start (the backward may be compiled later)."""
-
-    def __init__(self, topology: Cluster | None = None) -> None:
-        self.recordings = list(_active)
-        self.compilation = current_compilation()
-        if topology is not None:
-            for recording_ in self.recordings:
-                recording_.topologies.append(topology)
-
-    def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled program, with its calls counted if anything is recorded."""
-        return self.compilation.counted(run) if self.recordings and self.compilation is not None else run
-
-    def captured(self, graph: torch.fx.Graph) -> None:
-        _show("captured", graph)
-        if not self.recordings:
-            return
-        for node in (*redistributions(graph), *across(graph)):
-            this = _captured(node, self.compilation)
-            node.meta[RECORDED_AS] = this.number
-            for recording_ in self.recordings:
-                recording_.captured.append(_text(node))
-                recording_.redistributions.append(this)
-
-    def planned(self, graph: torch.fx.Graph) -> None:
-        _show("planned", graph)
-        for node in (*redistributions(graph), *across(graph)) if self.recordings else ():
-            for recording_ in self.recordings:
-                recording_.planned.append(_text(node))
-                recording_.kept.add(node.meta.get(RECORDED_AS, -1))
-
-    @contextlib.contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """While active, the step of that name runs on a graph; adds its seconds."""
-        began = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            for recording_ in self.recordings:
-                if recording_.profile is not None:
-                    stack.enter_context(recording_.profile.step(name))
-            try:
-                yield
-            finally:
-                seconds = time.perf_counter() - began
-                for recording_ in self.recordings:
-                    recording_.step_seconds[name] = recording_.step_seconds.get(name, 0.0) + seconds
-
-    def decided(self, decisions: list[Decision]) -> None:
-        for decision in decisions:
-            log.info("%s", decision)
-        for recording_ in self.recordings:
-            recording_.decisions.extend(decisions)
-
-    def ordered(self, order: KernelOrder) -> None:
-        """Records the kernels of the graph that was lowered last, in execution order."""
-        for recording_ in self.recordings:
-            this = next((graph for graph in reversed(recording_.graphs) if graph.compilation is self.compilation), None)
-            if this is not None:
-                this.collectives, this.operations, this.order = order.collectives, order.operations, order
-
-    def lowered(self, graph: torch.fx.Graph) -> None:
-        _show("lowered", graph)
-        for recording_ in self.recordings:
-            recording_.observe(graph)
-            recording_.graphs[-1].compilation = self.compilation
+def watching() -> bool:
+    """Whether anything watches graphs at each stage."""
+    return bool(_watchers)
 
 
-def _text(node: torch.fx.Node) -> str:
-    return f"{describe(node)} {source_line(node)}".strip()
+def recordings() -> list[Recording]:
+    """The active recordings."""
+    return list(_active)
 
 
-_numbers = iter(range(1, 1 << 62))
-
-
-def _planned(plan: Callable[..., Any], *args: Any) -> Any:
-    """A plan within the memory limit; if there is none, passes may still find another redistribution."""
-    try:
-        return plan(*args)
-    except MemoryBudgetError:
-        return plan(*args, bounded=False)
-
-
-def _captured(node: torch.fx.Node, compilation: FrameCompilation | None) -> CapturedRedistribution:
-    value = value_of(node)
-    if node.target is redistribute_across_op:
-        source, target, mesh, other = (const_arg(node, place, str) for place in (1, 2, 3, 4))
-        shape = sizes_of(list_arg(node, 5))
-        this = _planned(across_plan_of, source, target, mesh, other, shape, value.element_size())
-        text, plan, sent = f"{mesh}->{other}", this.texts(parse_mesh(mesh)), this.elements * value.element_size()
-        mesh_dims = tuple(dict.fromkeys(f"{mesh}->{other}" for _ in range(this.collectives)))
-    else:
-        _, source, target, text, given = read(node)
-        shape = sizes_of(given)
-        layout = parse_mesh(text)
-        steps = _planned(plan_of, source, target, layout, shape, value.element_size())
-        names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
-        plan, sent = tuple(step.text(names) for step in steps), bytes_sent(steps, value.element_size())
-        mesh_dims = tuple(dict.fromkeys(names[dim] for step in steps if step.sends for dim in step.mesh_dims))
-    return CapturedRedistribution(
-        number=next(_numbers),
-        where=source_line(node),
-        module=module_path(node),
-        forced_by=node.meta.get(FORCED_BY, ""),
-        source=source,
-        target=target,
-        mesh=text,
-        shape=size_hints(shape),
-        dtype=str(value.dtype).removeprefix("torch."),
-        plan=plan,
-        mesh_dims=mesh_dims,
-        bytes=sent,
-        backward=traced_in_backward(node),
-        compilation=compilation,
-    )
-
-
-def _show(stage: str, graph: torch.fx.Graph) -> None:
+def show(stage: str, graph: torch.fx.Graph) -> None:
+    """Shows a graph to those who watch graphs."""
     for watcher in _watchers:
         watcher(stage, graph)
 

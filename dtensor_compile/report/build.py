@@ -293,7 +293,7 @@ def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Se
         plan=this.plan,
         phase="backward" if this.backward else "forward",
         fate=fate,  # type: ignore[arg-type]
-        bytes_before=this.bytes * recording.calls_of(this.compilation),
+        bytes_before=this.bytes * this.calls * recording.calls_of(this.compilation),
         bytes=sum(c.bytes for c in sent),
         seconds=sum((c.seconds for c in sent), 0.0),
         exposed_seconds=sum((c.exposed_seconds for c in sent), 0.0),

@@ -50,10 +50,12 @@ class GradientsDiffer(DTensorCompileError):
 def until_gradients_fit(compile: Callable[[], T], this: Compilation) -> T:
     """The result of `compile`; it is called again without the blocks whose calls get other gradients than expected."""
     while True:
+        before = this.log.mark()
         try:
             return compile()
         except GradientsDiffer as error:
             this.apart.add(error.number)
+            this.log.forget_since(before)
             this.log.decided([Decision(BLOCKS, "", f"equal calls are compiled each: {error}")])
 
 
@@ -67,11 +69,13 @@ def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
         if number in this.apart:
             continue
         graphs: dict[str, BlockGraph] = {}
+        before = this.log.mark()
         try:
             run = _trace(block, number, this, graphs)
         except Exception as error:  # noqa: BLE001 - whatever a stage raises
             if restarts_analysis(error) or this.options.strict and not isinstance(error, BlockError):
                 raise
+            this.log.forget_since(before)
             this.log.decided([Decision(BLOCKS, "", f"{len(block.calls)} equal calls are compiled each: {error}")])
             continue
         this.blocks.update(graphs)
@@ -92,11 +96,12 @@ def _trace(block: RepeatedBlock, number: int, this: Compilation, graphs: dict[st
         raise BlockError("sizes are symbolic")
     if not shards_are_even(block.body):
         raise BlockError("shards are uneven")
-    own = dataclasses.replace(this, program=block.body, inputs=inputs, tangents=Tangents(), order=[])
+    log = this.log.of_calls(len(block.calls))
+    own = dataclasses.replace(this, program=block.body, inputs=inputs, tangents=Tangents(), order=[], log=log)
 
     def made(graph: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
         name = f"{number}.{len(graphs)}"
-        call = _Call(graph, name)
+        call = _Call(graph, name, block.name)
         graphs[name] = call.graph
         return call
 
@@ -130,7 +135,7 @@ class _Call:
     or with an input.
     """
 
-    def __init__(self, module: torch.fx.GraphModule, name: str) -> None:
+    def __init__(self, module: torch.fx.GraphModule, name: str, of: str) -> None:
         self.name = name
         self._boxed_call = True  # read by torch, also on functions around this, which copy the attributes of the object
         graph = module.graph
@@ -156,7 +161,7 @@ class _Call:
         _check(graph)
         module.recompile()
         drawing = any(draws(node.target) for node in graph.nodes)
-        self.graph = BlockGraph(module, tuple(node.meta["val"] for node in bases), drawing)
+        self.graph = BlockGraph(module, tuple(node.meta["val"] for node in bases), drawing, of)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         tensors = [inputs[place] for place in self.inputs]

@@ -15,7 +15,8 @@ from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
 from dtensor_compile.decisions import Decision
 from dtensor_compile.ops.call_block import BlockGraph
 from dtensor_compile.options import Options
-from dtensor_compile.recording.recorder import GraphLog, recording
+from dtensor_compile.recording.graph_log import GraphLog
+from dtensor_compile.recording.recorder import watching
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.schedule.schedule_graph import ORDERED
 
@@ -79,9 +80,8 @@ class Compilation:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether equal blocks are compiled once. They are compiled each while anything is recorded: a recording is of
-        one graph."""
-        return self.options.blocks == "once" and not recording()
+        """Whether equal blocks are compiled once. They are compiled each while graphs are watched, which are whole."""
+        return self.options.blocks == "once" and not watching()
 
     @property
     def orders_kernels(self) -> bool:

@@ -41,7 +41,7 @@ def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
     """Records the lowered graph."""
     if not is_whole(graph):
         return []
-    this.log.lowered(graph)
+    this.log.lowered(with_blocks(graph))
     if (build := current_build()) is not None and this.digest:
         build.lowered(this.digest, graph)
     if this.log.recordings:

@@ -13,7 +13,7 @@ from dtensor_compile.capture.cross_mesh import join_groups, redistribute
 from dtensor_compile.capture.gradient_placements import placed_otherwise
 from dtensor_compile.compat.aot.tangents import remember_arguments
 from dtensor_compile.compat.dynamo.node_copies import PLACE
-from dtensor_compile.compat.dynamo.observe import name_modules
+from dtensor_compile.compat.dynamo.observe import name_in_program, name_modules
 from dtensor_compile.compat.dynamo.replayed_calls import traced_apart
 from dtensor_compile.compat.dynamo.settings import saves_compiled_graph
 from dtensor_compile.compat.inductor.compile import uses_cuda_graphs
@@ -27,6 +27,7 @@ from dtensor_compile.fixups.preserved_versions import keep_versions
 from dtensor_compile.fixups.repeated_writes import write_once
 from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
 from dtensor_compile.fixups.unread_collectives import calls_collectives
+from dtensor_compile.graph.node_costs import path_of
 from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.ir.known_groups import know_groups_of_this_job
 from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
@@ -89,12 +90,10 @@ def tell_blocks(program: torch.fx.GraphModule, this: Compilation) -> list[Decisi
     where a call was not."""
     places = {node.meta[PLACE][:2] for node in program.graph.nodes if PLACE in node.meta}
     copied = sum(call > 0 for _, call in places)
-    apart = [Decision(BLOCKS, "", f"{name} is traced by itself: {why}") for name, why in traced_apart()]
+    names = [(path_of(name_in_program(name)) or name, why) for name, why in traced_apart()]
+    apart = [Decision(BLOCKS, "", f"{name} is traced by itself: {why}") for name, why in names]
     if not copied:
         return apart
-    if this.options.blocks == "once" and not this.shares_blocks:
-        reason = "equal blocks are compiled each for this report; without one, each is compiled once, to other kernels"
-        apart.append(Decision(BLOCKS, "", reason, left_alone=True))
     reason = f"{copied} of {len(places)} calls of equal modules are not traced, but copied from the trace of another"
     return [Decision(BLOCKS, "", reason), *apart]
 

@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import dtensor_compile
 from dtensor_compile.compat.aot.fx import called_graphs
-from dtensor_compile.recording.recorder import GraphLog
+from dtensor_compile.recording.graph_log import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import make_mesh, on_ranks
@@ -78,6 +79,37 @@ def test_ranks_are_told_of_the_collectives_of_every_call():
             assert not both("", lambda: tensor_parallel(Model(6), make_mesh((2,), ("tp",))), blocks=blocks)
         noted[blocks] = graphs.noted
     assert noted["once"] == noted["each"] and noted["once"][0] >= 6
+
+
+def sums(side):
+    """What a side of a report says of the communication of a model."""
+    modules = {total.name: (total.count, total.bytes) for total in side.totals.by_module}
+    captured = sum(r.bytes_before for r in side.redistributions), sum(r.bytes for r in side.redistributions)
+    return modules, [graph.phase for graph in side.graphs], captured
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_recording_is_that_of_every_block(layout):
+    recording_of_every_block(layout)
+
+
+@on_ranks(2)
+def recording_of_every_block(layout):
+    found, mesh = {}, make_mesh((2,), ("dp",))
+    for blocks in ("each", "once"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = layout(Model(), mesh)
+        with dtensor_compile.record() as recording:
+            compiled(model, blocks=blocks)(batch()).sum().backward()
+        found[blocks] = recording.report(cluster="h100").ours
+        assert len(recording.graphs) == 2
+    each, once = (sums(found[blocks]) for blocks in ("each", "once"))
+    if layout.__name__ == "checkpointed":  # a bias that no backward needs is not gathered again with the others
+        assert found["each"].totals.all.bytes - found["once"].totals.all.bytes == DIM // 2 * 4
+        each, once = each[1:2], once[1:2]
+    assert once == each, f"{once} is not {each}"
+    assert "equal calls are compiled once" in str([d.reason for d in found["once"].decisions if d.kind == "blocks"])
 
 
 class Dropping(Block):
@@ -190,10 +222,19 @@ def test_placements_that_change_from_call_to_call():
         run_of(model)(x).square().sum().backward()
         return x.grad, [parameter.grad for parameter in model.parameters()]
 
-    eager, ours = run(lambda model: model), run(compiled)
+    torch._dynamo.reset()
+    with dtensor_compile.record() as recording:
+        eager, ours = run(lambda model: model), run(compiled)
     different = compare_values("step", eager, ours)
     assert not different, (different, eager[0], ours[0])
     assert isinstance(ours[0], DTensor)
+    # Calls that get other gradients than the first are compiled each: what was recorded before that is forgotten.
+    assert [graph.name for graph in recording.graphs] == ["forward", "backward"]
+    assert (
+        len(recording.redistributions)
+        == len(recording.captured)
+        == len(set(r.number for r in recording.redistributions))
+    )
 
 
 class Logged(Model):
