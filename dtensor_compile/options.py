@@ -79,8 +79,8 @@ class Options:
             is compiled, and a warning says why (`runtime/artifacts.py`). ``None``: only torch's caches.
         blocks: Modules of one class that one module holds, such as the layers of a transformer: ``"traced"`` traces the
             first, and copies its graph for others that differ in nothing that its trace depended on; ``"once"`` also
-            plans, lowers and compiles it once, for all of them (but not while something is recorded: a report is of
-            every block); ``"each"`` does everything for every one.
+            plans, lowers and compiles it once, for all of them: what is sent at the ends of blocks is planned inside of
+            them, and only what is between them is ordered across blocks; ``"each"`` does everything for every one.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 

@@ -18,8 +18,8 @@ from dtensor_compile.graph.node_builder import inherited
 
 #: Metadata for nodes.
 Meta = Mapping[str, Any] | Callable[[torch.fx.Node], Mapping[str, Any]]
-#: Key of the name of a block's module in the metadata of its graph.
-MODULE = "dtensor_compile_module"
+#: Keys of the name of a block, and of that of its module, in the metadata of its graph.
+BLOCK, MODULE = "dtensor_compile_block", "dtensor_compile_module"
 
 
 def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Meta, *, again: bool) -> Any:
@@ -43,6 +43,11 @@ def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], m
             copy.meta["val"] = fake_result(copy)
         values[inner] = copy
     raise AssertionError("a graph has an output")
+
+
+def is_whole(graph: torch.fx.Graph) -> bool:
+    """Whether a graph is that of the forward or of the backward pass, and not of a block that one of them calls."""
+    return graph.owning_module is None or BLOCK not in graph.owning_module.meta
 
 
 def with_blocks(graph: torch.fx.Graph) -> torch.fx.Graph:

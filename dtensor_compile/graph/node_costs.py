@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -98,6 +98,11 @@ class Operation:
     kind: str = ""
     starts: int | None = None
     waits_for: int | None = None
+
+    def renumbered(self, number: Callable[[int], int]) -> Operation:
+        """The same in a graph in which collectives have other numbers."""
+        starts, waits_for = (None if i is None else number(i) for i in (self.starts, self.waits_for))
+        return replace(self, starts=starts, waits_for=waits_for)
 
 
 def operations_of(graph: torch.fx.Graph) -> tuple[list[SentCollective], list[Operation]]:

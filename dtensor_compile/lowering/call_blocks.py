@@ -11,11 +11,8 @@ import torch
 from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.aot.random_state import DRAWS
 from dtensor_compile.graph.arguments import const_arg, list_arg
-from dtensor_compile.graph.inline_subgraph import MODULE
+from dtensor_compile.graph.inline_subgraph import BLOCK, MODULE
 from dtensor_compile.ops.call_block import CALLS_OF_BLOCKS, graph_of_block
-
-#: Key of the name in the metadata of a block's graph.
-BLOCK = "dtensor_compile_block"
 
 #: What torch's partitioner keeps for an operator's layout constraints, which a call has none of.
 _STRIDES = "eager_input_vals"

@@ -27,7 +27,7 @@ from dtensor_compile.planner.search import bytes_sent
 from dtensor_compile.recording.recorder import CapturedRedistribution, recordings, show
 
 if TYPE_CHECKING:
-    from dtensor_compile.schedule.kernel_order import KernelOrder
+    from dtensor_compile.schedule.found_order import KernelOrder
     from dtensor_compile.topology.links import Cluster
 
 log = logging.getLogger("dtensor_compile")
@@ -104,11 +104,12 @@ class GraphLog:
             recording_.decisions.extend(decisions)
 
     def ordered(self, order: KernelOrder) -> None:
-        """Records the kernels of the graph that was lowered last, in execution order."""
+        """Records the kernels of the graph that was lowered last, or of a block that it calls, in execution order."""
         for recording_ in self.recordings:
             this = next((graph for graph in reversed(recording_.graphs) if graph.compilation is self.compilation), None)
             if this is not None:
-                this.collectives, this.operations, this.order = order.collectives, order.operations, order
+                this.order = this.order if order.block is not None and this.order is not None else order
+                this.collectives, this.operations = this.order.with_blocks()
 
     def lowered(self, graph: torch.fx.Graph) -> None:
         show("lowered", graph)

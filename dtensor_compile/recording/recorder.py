@@ -39,7 +39,7 @@ from dtensor_compile.recording.profile import Profile
 
 if TYPE_CHECKING:
     from dtensor_compile.report.model import Report
-    from dtensor_compile.schedule.kernel_order import KernelOrder
+    from dtensor_compile.schedule.found_order import KernelOrder
     from dtensor_compile.topology.links import Cluster
 
 log = logging.getLogger("dtensor_compile")

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.inductor.kernel_nodes import (
     Nodes,
     block_of,
-    is_called,
+    called_subgraph,
     is_item,
     names_of_results,
     order_for_memory,
@@ -27,6 +28,7 @@ from dtensor_compile.compat.inductor.kernel_nodes import (
     waits_for_collective,
 )
 from dtensor_compile.graph.arguments import node_arg
+from dtensor_compile.graph.inline_subgraph import BLOCK
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import (
     Operation,
@@ -40,47 +42,14 @@ from dtensor_compile.graph.node_costs import (
 )
 from dtensor_compile.graph.nodes import communicates, is_wait, source_line
 from dtensor_compile.ops.groups import REDISTRIBUTES
+from dtensor_compile.schedule.found_order import CalledBlock, KernelOrder
 from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.list_scheduler import arrange, excess
-from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped, seconds_of_block
-from dtensor_compile.schedule.simulated_device import Buffer, Simulation, Task, simulate
+from dtensor_compile.schedule.schedule_graph import cost_of, cost_of_block, default_cluster, is_wrapped
+from dtensor_compile.schedule.simulated_device import Buffer, Task, simulate
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelOrder:
-    """The order in which the kernels of a graph run.
-
-    Attributes:
-        tasks, order: the tasks, including inputs that can be freed, and their order.
-        before, after: simulations of Inductor's order and of this one.
-        least: lower bound on the seconds of any order (`dtensor_compile.schedule.least_time`).
-        starts: the known collectives, by task.
-        wrapped: collectives of a wrapper of the program, by task, and whether they reduce.
-        operations: the kernels, starts and waits in order, for the report.
-        own: tasks that start collectives of the program itself.
-        unknown: number of kernels that start or wait for a collective whose graph node is unknown.
-        standing: number of kernels that communicate synchronously.
-    """
-
-    tasks: list[Task]
-    order: list[int]
-    before: Simulation
-    after: Simulation
-    least: float
-    starts: dict[int, SentCollective]
-    wrapped: dict[int, bool]
-    operations: list[Operation]
-    own: tuple[int, ...] = ()
-    unknown: int = 0
-    standing: int = 0
-
-    @property
-    def collectives(self) -> list[SentCollective]:
-        """The collectives in the order in which they start."""
-        return [self.starts[index] for index in self.order if index in self.starts]
 
 
 def tie_starts(nodes: Nodes) -> Nodes:
@@ -105,47 +74,56 @@ def rearrange(
             ``fully_shard``'s own order is always allowed.
         measured: whether kernels that are not generated, matmuls for instance, are measured (`measured_seconds`); fused
             loops are estimated.
-        told: callback that receives the order found; not called for subgraphs.
+        told: callback that receives the order found, also of a block; not called for subgraphs of the program.
     """
     nodes, buffers = order_for_memory(nodes)
-    starts = [node for node in nodes if starts_collective(node)]
-    if not starts:
+    called, sends = called_subgraph(), any(map(starts_collective, nodes))
+    block = called if called is not None and BLOCK in called.meta else None
+    if not sends and block is None and not any(block_of(node.node) for node in nodes):
         return nodes
-    cluster = topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type)
-    each = [_role(node) for node in nodes]
-    tasks = _tasks(nodes, each, buffers, cluster, measured)
+    device = next(buffer.node.get_device() for node in nodes for buffer in node.get_outputs())
+    cluster = topology or default_cluster(device.type)
+    roles = [_role(node) for node in nodes]
+    tasks = _tasks(nodes, roles, buffers, cluster, measured)
     given = len(tasks) - len(nodes)
-    roles = dict(enumerate(each, given))
     before = simulate(tasks, range(len(tasks)))
-    wrapped = {index: reduces for index, role in roles.items() if (reduces := is_wrapped(role.origin)) is not None}
-    order = arrange(tasks, max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped)))
-    if not is_called():
-        found = {
-            index: collective_of(role.origin)
-            for index, role in roles.items()
-            if role.starts and role.origin is not None
-        }
-        operations = _operations(nodes, given, tasks, order, found)
-        told(
-            KernelOrder(
-                tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations,
-                own=tuple(index for index in found if not roles[index].redistributes),
-                unknown=sum(
-                    role.starts and role.origin is None or role.waits and tasks[index].waits_for is None
-                    for index, role in roles.items()
-                ),
-                standing=sum(role.stays for role in roles.values()),
-            )
-        )  # fmt: skip
+    each = enumerate(roles, given)
+    wrapped = {index: reduces for index, role in each if (reduces := is_wrapped(role.origin)) is not None}
+    bound = max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped))
+    order = arrange(tasks, bound) if sends else list(range(len(tasks)))
+    if called is None or block is not None:
+        found = KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), {}, wrapped, block)
+        told(_described(found, nodes, roles))
     return [nodes[index - given] for index in order if index >= given]
+
+
+def _described(found: KernelOrder, nodes: Nodes, roles: Sequence[_Role]) -> KernelOrder:
+    """An order with what its kernels are."""
+    tasks, given = found.tasks, len(found.tasks) - len(nodes)
+    each = dict(enumerate(roles, given))
+    starts = {
+        index: collective_of(role.origin) for index, role in each.items() if role.starts and role.origin is not None
+    }
+    unknown = sum(
+        role.starts and role.origin is None or role.waits and tasks[index].waits_for is None
+        for index, role in each.items()
+    )
+    return dataclasses.replace(
+        found,
+        starts=starts,
+        operations=_operations(nodes, given, tasks, found.order, starts),
+        own=tuple(index for index in starts if not each[index].redistributes),
+        unknown=unknown,
+        standing=sum(role.stays for role in roles),
+    )
 
 
 def _operations(
     nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, SentCollective]
-) -> list[Operation]:
+) -> list[Operation | CalledBlock]:
     """Kernels in `order` as a report has them; known collectives are numbered in the order in which they start."""
     numbers = {index: number for number, index in enumerate(index for index in order if index in starts)}
-    operations = []
+    operations = list[Operation | CalledBlock]()
     for index in order:
         task, node = tasks[index], nodes[index - given] if index >= given else None
         if node is None or task.link is not None and index not in starts:
@@ -157,6 +135,9 @@ def _operations(
             if task.waits_for in starts:
                 this = starts[task.waits_for]
                 operations.append(Operation("wait_tensor", this.where, this.module, waits_for=numbers[task.waits_for]))
+        elif (block := block_of(node.node)) is not None:
+            call = next((origin for origin in node.node.get_origins() if origin.target is CALL), None)
+            operations.append(CalledBlock(block, module_path(call) if call is not None else ""))
         elif task.seconds:
             operations.append(_operation(node))
     return operations
@@ -222,6 +203,8 @@ def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster:
             about["waits_for"] = start
             after.add(start)
             after.update({last_start} if own_sends else ())
+        elif (block := block_of(node.node)) is not None:
+            about["seconds"], about["inside"] = cost_of_block(block, cluster, measured)
         elif not role.waits:
             about["seconds"] = _seconds(node, cluster, measured)
         makes = tuple(memory[buffer.get_name()] for buffer in node.get_outputs())
@@ -340,8 +323,6 @@ def _packet(target: Any) -> Any:
 def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
     if is_item(node):
         return 0.0
-    if (block := block_of(node.node)) is not None:
-        return seconds_of_block(block, cluster, measured)
     origins = _called(node.get_nodes())
     found = [measured_seconds(origin) for origin in origins] if measured else []
     known = [seconds for seconds in found if seconds is not None]

@@ -28,7 +28,7 @@ from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.topology.links import Cluster, rounds
 
 if TYPE_CHECKING:
-    from dtensor_compile.schedule.kernel_order import KernelOrder
+    from dtensor_compile.schedule.found_order import KernelOrder
 
 
 def handed_back(graph: torch.fx.Graph) -> list[Decision]:

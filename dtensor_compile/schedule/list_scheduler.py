@@ -210,7 +210,7 @@ class _Arrangement:
         return True
 
     def _fits(self, index: int) -> bool:
-        return self.device.live + self.tasks[index].bytes <= self.bound
+        return self.device.live + self.tasks[index].needs <= self.bound
 
     def _turn(self) -> int:
         """The first task of the given order that has not run, except waits."""

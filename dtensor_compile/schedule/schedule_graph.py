@@ -16,7 +16,7 @@ Inductor reorders its kernels afterwards. `schedule/kernel_order.py` orders thos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,16 +127,19 @@ def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | No
     return None if first is None else topology or default_cluster(value_of(first).device.type)
 
 
-def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False) -> list[Task]:
+def graph_tasks(
+    graph: torch.fx.Graph, cluster: Cluster, measured: bool = False, *, holds_inputs: bool = False
+) -> list[Task]:
     """The nodes of a graph as tasks, one each, in order.
 
     Args:
         measured: whether operators are measured if possible (`measured_seconds`); seconds then differ between ranks.
+        holds_inputs: whether the caller holds all inputs meanwhile.
     """
     nodes = list(graph.nodes)
     number = {node: index for index, node in enumerate(nodes)}
     own_sends = any(is_start(node) and REDISTRIBUTES not in node.meta for node in nodes)
-    roots, memory = _memory(nodes)
+    roots, memory = _memory(nodes, holds_inputs)
     started: dict[torch.fx.Node, torch.fx.Node] = {}
     computed: set[torch.fx.Node] = set()
     fixed, random, start = -1, -1, -1
@@ -156,7 +159,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
         if node_draws(node):
             after += [random] if random >= 0 else []
             random = index
-        link, waits_for, seconds, host = None, None, 0.0, 0.0
+        link, waits_for, seconds, host, inside = None, None, 0.0, 0.0, 0
         if is_start(node):
             (link, seconds), host = cost_of(cluster, collective_of(node)), host_seconds(cluster.backend)
             started[node] = node
@@ -169,16 +172,17 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
                 reads.update(dict.fromkeys(tasks[waits_for].reads))
                 after += [start] if own_sends else []
                 del started[node]
+        elif node.target is CALL:
+            seconds, inside = cost_of_block(called_graph(node), cluster, measured)
         else:
             seconds = _seconds(node, computed, cluster, measured)
-        tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads), host=host))
+        after, held = list(dict.fromkeys(after)), {"host": host, "inside": inside}
+        tasks.append(Task(seconds, tuple(after), link, waits_for, makes, tuple(reads), **held))
     return tasks
 
 
 def _seconds(node: torch.fx.Node, computed: set[torch.fx.Node], cluster: Cluster, measured: bool) -> float:
     """Seconds of a node that does not communicate itself; `computed` is as in `work_of`."""
-    if node.target is CALL:
-        return seconds_of_block(called_graph(node), cluster, measured)
     work = work_of(node, computed)
     if work is None:
         return 0.0
@@ -186,25 +190,40 @@ def _seconds(node: torch.fx.Node, computed: set[torch.fx.Node], cluster: Cluster
     return compute_seconds(cluster.device, *work) if known is None else known
 
 
-def seconds_of_block(block: torch.fx.GraphModule, cluster: Cluster, measured: bool = False) -> float:
-    """Seconds of one call of the graph of a block, in its order, collectives that it waits for included."""
-    known: dict[Any, float] = block.meta.setdefault("dtensor_compile_seconds", {})
+class BlockCost(NamedTuple):
+    """What one call of the graph of a block takes.
+
+    Attributes:
+        seconds: in its order, collectives that it waits for included.
+        inside: bytes that it holds at most beside its inputs, which its caller holds, and its results.
+    """
+
+    seconds: float
+    inside: int
+
+
+def cost_of_block(block: torch.fx.GraphModule, cluster: Cluster, measured: bool = False) -> BlockCost:
+    """The cost of one call of the graph of a block."""
+    known: dict[Any, BlockCost] = block.meta.setdefault("dtensor_compile_cost", {})
     key = str(cluster), measured, len(block.graph.nodes)
     if key not in known:
-        tasks = graph_tasks(block.graph, cluster, measured)
-        known[key] = simulate(tasks, range(len(tasks))).seconds
+        tasks = graph_tasks(block.graph, cluster, measured, holds_inputs=True)
+        found = simulate(tasks, range(len(tasks)))
+        outside = sum(task.bytes for task in tasks if task.given) + sum(result.bytes for result in tasks[-1].reads)
+        known[key] = BlockCost(found.seconds, max(0, found.peak - outside))
     return known[key]
 
 
 def _memory(
-    nodes: Sequence[torch.fx.Node],
+    nodes: Sequence[torch.fx.Node], holds_inputs: bool
 ) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Buffer]]:
     """The node in whose memory each node of a graph is, and the memory of those."""
     roots: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in nodes:
         roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
     kept = {roots[source] for source in nodes[-1].all_input_nodes}
-    kept.update(node for node in nodes if node.op == "get_attr" or node.op == "placeholder" and _is_parameter(node))
+    given = [node for node in nodes if node.op == "placeholder" and (holds_inputs or _is_parameter(node))]
+    kept.update(node for node in nodes if node.op == "get_attr" or node in given)
     return roots, {
         node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node
     }

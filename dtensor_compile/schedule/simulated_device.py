@@ -39,6 +39,7 @@ class Task:
         reads: memory that it needs; a wait needs what its start reads.
         given: whether it is an input, which takes no time and has run before all others.
         host: for a start, seconds before it during which nothing is computed.
+        inside: bytes that it holds while it runs beside what it reads and makes, as a call of a block does.
     """
 
     seconds: float = 0.0
@@ -49,11 +50,17 @@ class Task:
     reads: tuple[Buffer, ...] = ()
     given: bool = False
     host: float = 0.0
+    inside: int = 0
 
     @property
     def bytes(self) -> int:
         """Bytes of the memory that it fills."""
         return sum(buffer.bytes for buffer in self.makes)
+
+    @property
+    def needs(self) -> int:
+        """Bytes beside those that are live before it."""
+        return self.bytes + self.inside
 
     @property
     def grows(self) -> bool:
@@ -102,8 +109,8 @@ class SimulatedDevice:
             self.now = max(self.now, self.ends[task.waits_for])  # a sum could fall short of it by a rounding
         else:
             self.now += task.seconds
+        self.peak = max(self.peak, self.live + task.needs)
         self.live += task.bytes
-        self.peak = max(self.peak, self.live)
         for buffer in task.reads:
             self.readers[buffer] -= 1
             self._give_back(buffer)
@@ -137,7 +144,7 @@ def replay(tasks: Sequence[Task], order: Sequence[int], bound: float) -> tuple[S
     """
     device, missing, at = SimulatedDevice(tasks), dict[int, float](), None
     for index in order:
-        over = device.live + tasks[index].bytes - bound
+        over = device.live + tasks[index].needs - bound
         device.run(index)
         if over <= 0:
             at = None

@@ -15,6 +15,7 @@ from dtensor_compile.fixups.joined_waits import separate_waits
 from dtensor_compile.fixups.spread_by_mask import spread_by_mask
 from dtensor_compile.fixups.unread_collectives import drop_unread_collectives
 from dtensor_compile.fixups.view_again import view_again
+from dtensor_compile.graph.inline_subgraph import is_whole
 from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, spread_marks
 from dtensor_compile.graph.runner import GraphStep, run_steps
@@ -108,7 +109,10 @@ SHAPE = (
 
 
 def plan_joint_graph(graph: torch.fx.Graph, this: Compilation) -> None:
-    """Runs the steps on the joint graph."""
+    """Runs the steps on the joint graph. Inductor runs its passes, and this, on the blocks that it calls, too, whose
+    graphs have been planned."""
+    if not is_whole(graph):
+        return
     this.agreement.begin_again()
     with plans_for(this.options.topology, this.options.redistribution_memory), rank_free(this.rank_free):
         run_steps(graph, PLAN, this)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dtensor_compile.compat.inductor.kernel_nodes import Nodes
 from dtensor_compile.fixups.uncompiled import runs_uncompiled
 from dtensor_compile.graph.runner import attempt
-from dtensor_compile.schedule.kernel_order import KernelOrder, rearrange, tie_starts
+from dtensor_compile.schedule.found_order import ORDER, KernelOrder
+from dtensor_compile.schedule.kernel_order import rearrange, tie_starts
 from dtensor_compile.schedule.left_alone import kernels_left
 from dtensor_compile.schedule.overlap import kernels_in_order
 from dtensor_compile.schedule.schedule_graph import explain
@@ -45,6 +46,8 @@ def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
 
 
 def _tell(order: KernelOrder, this: Compilation) -> None:
+    if order.block is not None:
+        order.block.meta[ORDER] = order
     this.log.decided([kernels_in_order(order.before, order.after, order.least)])
     this.log.decided(explain(order.tasks, order.order, order.after, order.starts))
     if this.log.recordings:

@@ -10,10 +10,9 @@ from dtensor_compile.compat.aot.shapes import split_nary
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.send_contiguous import send_contiguous
 from dtensor_compile.fixups.view_again import view_again
-from dtensor_compile.graph.inline_subgraph import with_blocks
+from dtensor_compile.graph.inline_subgraph import is_whole, with_blocks
 from dtensor_compile.graph.runner import GraphStep, run_steps
 from dtensor_compile.ir.rank_free import rank_free
-from dtensor_compile.lowering.call_blocks import BLOCK
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending
@@ -30,11 +29,6 @@ from dtensor_compile.topology.network import plans_for
 def tell_order_left(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
     """Decisions about what the order of the graph leaves alone, for recordings."""
     return order_left(graph, this.options.topology, scheduled=this.options.schedule) if this.log.recordings else []
-
-
-def is_whole(graph: torch.fx.Graph) -> bool:
-    """Whether a graph is that of the forward or of the backward pass, and not of a block that one of them calls."""
-    return graph.owning_module is None or BLOCK not in graph.owning_module.meta
 
 
 def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:

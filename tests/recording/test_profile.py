@@ -84,7 +84,6 @@ def test_the_profile_of_a_model():
     profile = recording.profile
     stages = {stage for stage, _ in profile.parts}
     assert set(STAGES) == stages, set(STAGES) ^ stages
-    everything = sum(spent.seconds for spent in profile.parts.values())
     assert all(spent.seconds >= -1e-9 for table in (profile.parts, profile.layers) for spent in table.values())
     assert (
         recording.seconds <= everything <= 1.25 * recording.seconds + 1

@@ -29,6 +29,7 @@ from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import from_json, to_json
 from dtensor_compile.report.table import print_report
 from dtensor_compile.schedule import kernel_order
+from dtensor_compile.schedule.found_order import KernelOrder
 from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_buckets
 from dtensor_compile.schedule.simulated_device import Buffer, Task, simulate
 from dtensor_compile.stages import compilation
@@ -404,7 +405,7 @@ def test_a_faster_order_of_kernels_that_needs_more_memory(mesh):
     ]
     given = list(range(len(tasks)))
     found = simulate(tasks, given)
-    (decision,) = kernels_left(kernel_order.KernelOrder(tasks, given, found, found, 0.0, {}, {}, []))
+    (decision,) = kernels_left(KernelOrder(tasks, given, found, found, 0.0, {}, {}))
     assert "a faster one has a peak of" in decision.reason and decision.seconds == pytest.approx(1.0)
     assert line_of(sample([decision])) == "1 stage, 1.00 s"
 

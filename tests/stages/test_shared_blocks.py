@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dtensor_compile
 from dtensor_compile.compat.aot.fx import called_graphs
+from dtensor_compile.graph.inline_subgraph import is_whole
 from dtensor_compile.recording.graph_log import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
@@ -39,7 +40,7 @@ class Graphs:
 
         def lower(graph, this, stock=lowered.lower_graph):
             stock(graph, this)
-            if lowered.is_whole(graph):
+            if is_whole(graph):
                 self.called.append(len(called_graphs(graph.owning_module)))
 
         monkeypatch.setattr(Agreement, "note", noted)
@@ -263,3 +264,31 @@ def test_what_changes_the_state_of_torch_and_what_does_not():
     about = [text for text in said if "equal calls" in text]
     assert ["compiled once" in text for text in about] == [True, False]
     assert "changes the state of torch around them" in about[1]
+
+
+@pytest.mark.parametrize("layout", [tensor_parallel, LAYOUTS[1]])
+def test_a_recording_of_compiled_kernels(layout):
+    recording_of_kernels(layout)
+
+
+@on_ranks(2)
+def recording_of_kernels(layout):
+    """Order and times are those of the kernels of the graph and of each call of a block; its memory is simulated."""
+    found, mesh = {}, make_mesh((2,), ("dp",))
+    for blocks in ("each", "once"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = layout(Model(), mesh)
+        with dtensor_compile.record() as recording:
+            run = torch.compile(model, backend="dtensor", fullgraph=True, options={**OPTIONS, "blocks": blocks})
+            run(batch()).sum().backward()
+        side = recording.report(cluster="h100").ours
+        assert {graph.rests_on for graph in side.graphs} == {"kernels"}
+        for graph in recording.graphs:
+            assert [o.starts for o in graph.operations if o.starts is not None] == list(range(len(graph.collectives)))
+        spans = {span.module for graph in side.graphs for span in graph.spans if span.stream == "compute"}
+        found[blocks] = sums(side), {name.rpartition(".norm")[0] or name for name in spans if name.startswith("blocks")}
+        if blocks == "once":
+            calls = [task for graph in recording.graphs for task in graph.order.tasks if task.inside]
+            assert len(calls) >= len(model.blocks)
+    assert found["once"] == found["each"], found

@@ -189,12 +189,12 @@ def waits_for_collective(node: Any) -> bool:
     return contains_wait(node)
 
 
-def is_called() -> bool:
-    """Whether Inductor is compiling a subgraph that another graph calls."""
+def called_subgraph() -> torch.fx.GraphModule | None:
+    """The subgraph that Inductor is compiling; None if it is compiling the graph that calls it."""
     from torch._inductor.graph import SubgraphLowering
     from torch._inductor.virtualized import V
 
-    return isinstance(V.graph, SubgraphLowering)
+    return V.graph.module if isinstance(V.graph, SubgraphLowering) else None
 
 
 def names_of_results() -> set[str]:
