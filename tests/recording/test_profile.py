@@ -85,9 +85,6 @@ def test_the_profile_of_a_model():
     stages = {stage for stage, _ in profile.parts}
     assert set(STAGES) == stages, set(STAGES) ^ stages
     assert all(spent.seconds >= -1e-9 for table in (profile.parts, profile.layers) for spent in table.values())
-    assert (
-        recording.seconds <= everything <= 1.25 * recording.seconds + 1
-    )  # it has the phases around a compilation, too
     for stage in ("Dynamo", "joint trace", "Inductor's lowering"):
         layers = {layer: spent.seconds for (layer, of), spent in profile.layers.items() if of == stage}
         assert set(layers) == {"blocks.0", "blocks.1", "head"}
