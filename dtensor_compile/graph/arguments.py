@@ -48,9 +48,9 @@ def const_arg(node: torch.fx.Node, place: int, kind: type[T]) -> T:
     return found
 
 
-def texts_in(graph: torch.fx.Graph) -> set[str]:
-    """All arguments of the nodes of a graph that are text, such as names of process groups."""
-    return {arg for node in graph.nodes for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)}
+def texts_in(nodes: Iterable[torch.fx.Node]) -> set[str]:
+    """All arguments of nodes that are text, such as names of process groups."""
+    return {arg for node in nodes for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)}
 
 
 def list_arg(node: torch.fx.Node, place: int) -> list[Any]:

@@ -6,7 +6,7 @@ Layers of a model repeat, and tracing takes milliseconds, so that a traced graph
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,14 @@ def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], m
 def is_whole(graph: torch.fx.Graph) -> bool:
     """Whether a graph is that of the forward or of the backward pass, and not of a block that one of them calls."""
     return graph.owning_module is None or BLOCK not in graph.owning_module.meta
+
+
+def nodes_with_blocks(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """The nodes of a graph in order, before each call of a block the nodes of that block."""
+    for node in graph.nodes:
+        if node.target is CALL:
+            yield from nodes_with_blocks(called_graph(node).graph)
+        yield node
 
 
 def with_blocks(graph: torch.fx.Graph) -> torch.fx.Graph:

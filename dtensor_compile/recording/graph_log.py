@@ -18,6 +18,7 @@ from dtensor_compile.compat.dynamo.observe import FrameCompilation, current_comp
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of, value_of
+from dtensor_compile.graph.inline_subgraph import with_blocks
 from dtensor_compile.graph.node_costs import module_path
 from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
 from dtensor_compile.ir.mesh import parse_mesh
@@ -114,7 +115,7 @@ class GraphLog:
     def lowered(self, graph: torch.fx.Graph) -> None:
         show("lowered", graph)
         for recording_ in self.recordings:
-            recording_.observe(graph)
+            recording_.observe(with_blocks(graph))
             recording_.graphs[-1].compilation = self.compilation
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.graph.arguments import texts_in
+from dtensor_compile.graph.inline_subgraph import nodes_with_blocks
 from dtensor_compile.graph.node_costs import group_of
 from dtensor_compile.graph.nodes import ACROSS, source_line, starts_collective
 from dtensor_compile.ir.rank_free import dims_of_name
@@ -88,8 +89,8 @@ class Announcement:
 
 
 def _collectives(graph: torch.fx.Graph) -> Iterator[tuple[dist.ProcessGroup, Call]]:
-    """The collectives of a lowered graph in their order, with the process group of each."""
-    for node in graph.nodes:
+    """The collectives of a lowered graph and of blocks that it calls, in order, with the process group of each."""
+    for node in nodes_with_blocks(graph):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         namespace, name = node.target._schema.name.split("::")
@@ -108,7 +109,7 @@ def graph_text(graph: torch.fx.Graph) -> str:
     in such graphs as well.
     """
     symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
-    names = {group_named(name): name for name in texts_in(graph) if dims_of_name(name)}
+    names = {group_named(name): name for name in texts_in(nodes_with_blocks(graph)) if dims_of_name(name)}
     calls = [
         [sorted(dist.get_process_group_ranks(group)), names.get(group, ""), list(vars(call).values())]
         for group, call in _collectives(graph)

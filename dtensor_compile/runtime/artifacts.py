@@ -43,6 +43,7 @@ from dtensor_compile.compat.inductor.compile import package_digest
 from dtensor_compile.compat.inductor.start_costs import processor
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import texts_in
+from dtensor_compile.graph.inline_subgraph import nodes_with_blocks
 from dtensor_compile.ir.known_groups import know_group
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ir.rank_free import dims_of_name
@@ -79,7 +80,7 @@ class Build:
         """Notes a lowered graph of a program."""
         assert graph.owning_module is not None
         self.graphs.setdefault(digest, []).append(_text(graph.owning_module, "val"))
-        names = {name for name in texts_in(graph) if group_exists(name)}
+        names = {name for name in texts_in(nodes_with_blocks(graph)) if group_exists(name)}
         self.groups.setdefault(digest, {}).update({name: group_ranks(name) for name in names})
 
 

@@ -106,7 +106,7 @@ def what_code_needs(gm: torch.fx.GraphModule) -> list[str]:
     """Statements that make the operators of this package, and the names of process groups in a rank-free graph, known
     to a process that loads the code of a lowered graph without having traced it."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
-    names = sorted({text for graph in graphs for text in texts_in(graph) if dims_of_name(text) is not None})
+    names = sorted({text for graph in graphs for text in texts_in(graph.nodes) if dims_of_name(text) is not None})
     ours = any(getattr(node.target, "namespace", "") == "dtensor_compile" for graph in graphs for node in graph.nodes)
     return [
         *(["import dtensor_compile.backend"] if ours else []),

@@ -10,7 +10,7 @@ from dtensor_compile.compat.aot.shapes import split_nary
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.send_contiguous import send_contiguous
 from dtensor_compile.fixups.view_again import view_again
-from dtensor_compile.graph.inline_subgraph import is_whole, with_blocks
+from dtensor_compile.graph.inline_subgraph import is_whole
 from dtensor_compile.graph.runner import GraphStep, run_steps
 from dtensor_compile.ir.rank_free import rank_free
 from dtensor_compile.lowering.lower import lower_redistributions
@@ -35,7 +35,7 @@ def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
     """Records the lowered graph."""
     if not is_whole(graph):
         return []
-    this.log.lowered(with_blocks(graph))
+    this.log.lowered(graph)
     if (build := current_build()) is not None and this.digest:
         build.lowered(this.digest, graph)
     if this.log.recordings:
@@ -46,7 +46,7 @@ def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
 def note_collectives(graph: torch.fx.Graph, this: Compilation) -> None:
     """Notes the collectives of the graph, which this rank compares with those of other ranks."""
     if is_whole(graph):
-        this.agreement.note(with_blocks(graph))
+        this.agreement.note(graph)
 
 
 LOWER = (

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dtensor_compile
 from dtensor_compile.compat.aot.fx import called_graphs
-from dtensor_compile.graph.inline_subgraph import is_whole
+from dtensor_compile.graph.inline_subgraph import is_whole, nodes_with_blocks
 from dtensor_compile.recording.graph_log import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
@@ -35,7 +35,7 @@ class Graphs:
         note = Agreement.note
 
         def noted(agreement, graph):
-            self.noted.append(sum("all_reduce" in str(node.target) for node in graph.nodes))
+            self.noted.append(sum("all_reduce" in str(node.target) for node in nodes_with_blocks(graph)))
             return note(agreement, graph)
 
         def lower(graph, this, stock=lowered.lower_graph):
