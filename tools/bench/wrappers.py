@@ -11,6 +11,7 @@ profiler, in the last repeat.
     stock    blocks compiled one by one under ``fully_shard`` (``block.compile()``), the whole model under DDP
     blocks   the same with this backend; not under DDP
     ours     the step compiled with this backend, in one graph
+    once     the same with equal blocks compiled once (``options={"blocks": "once"}``)
 
 Beside times, of the first step with empty caches the CPU seconds of all ranks, C++ compiler included, less those of a
 later one, and the peak of resident memory of a step beyond that before it, of the rank with the most.
@@ -53,7 +54,7 @@ from dtensor_compile.testing.step_memory import resident_peak
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import netlab  # noqa: E402 - tools beside this one
 
-VARIANTS = ("eager", "stock", "blocks", "ours")
+VARIANTS = ("eager", "stock", "blocks", "ours", "once")
 
 
 class Transformer(nn.Module):
@@ -167,7 +168,9 @@ def _step(name: str, variant: str) -> Callable[[], None]:
         out = model(x)
         return getattr(out, "logits", out).square().mean()
 
-    run = torch.compile(loss, backend="dtensor", fullgraph=True) if variant == "ours" else loss
+    whole = variant in ("ours", "once")
+    options = {"blocks": "once"} if variant == "once" else None
+    run = torch.compile(loss, backend="dtensor", fullgraph=True, options=options) if whole else loss
 
     def step() -> None:
         model.zero_grad()
