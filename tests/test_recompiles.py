@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dtensor_compile
 from dtensor_compile.compat.dynamo import counters
+from dtensor_compile.compat.release import minor_release
 from dtensor_compile.testing import make_mesh, on_ranks
 
 DIM = 8
@@ -130,7 +131,10 @@ PROGRAMS = (
     accumulated_gradients,
     the_first_step_of_an_optimizer,
     the_optimizer_compiled,
-    the_whole_step_compiled,
+    pytest.param(
+        the_whole_step_compiled,
+        marks=pytest.mark.skipif(minor_release(torch.__version__) == "2.11", reason="a whole step breaks on 2.11"),
+    ),
 )
 
 

@@ -120,8 +120,7 @@ def look_at(
             found, name = Recordings(_script(target, arguments, profile)), "as compiled"
         else:
             compared = world <= STOCK_RANKS if stock is None else stock
-            how = {"backward": backward, "kernels": kernels, "profile": profile}
-            found = _function(target, job, stock=compared, **how)
+            found = _function(target, job, stock=compared, backward=backward, kernels=kernels, profile=profile)
             name = "dtensor"
         report = report_of(found, target=target, cluster=cluster, simulated=not job.real, name=name)
     return replace(report, world=world, rank=rank)  # a script may have destroyed its process group

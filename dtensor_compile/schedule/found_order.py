@@ -84,8 +84,7 @@ class KernelOrder:
         for operation in self.operations:
             if isinstance(operation, CalledBlock):
                 sent, inside = operation.kernels()
-                first = len(collectives)
-                operations += [one.renumbered(lambda i, first=first: i + first) for one in inside]
+                operations += [one.renumbered(len(collectives).__add__) for one in inside]
                 collectives += sent
                 continue
             if operation.starts is not None:

@@ -176,8 +176,8 @@ def graph_tasks(
             seconds, inside = cost_of_block(called_graph(node), cluster, measured)
         else:
             seconds = _seconds(node, computed, cluster, measured)
-        after, held = list(dict.fromkeys(after)), {"host": host, "inside": inside}
-        tasks.append(Task(seconds, tuple(after), link, waits_for, makes, tuple(reads), **held))
+        follows = tuple(dict.fromkeys(after))
+        tasks.append(Task(seconds, follows, link, waits_for, makes, tuple(reads), host=host, inside=inside))
     return tasks
 
 

@@ -45,7 +45,7 @@ def parts_compiled(model: Callable[..., Any], how: Mapping[str, Any] | None) -> 
     before = [part.forward if isinstance(part, OptimizedModule) else part._compiled_call_impl for part in parts]
     for part in parts:
         if isinstance(part, OptimizedModule):
-            part.forward = torch.compile(part._orig_mod, **how).forward if how is not None else part.forward
+            part.forward = torch.compile(part._orig_mod.__call__, **how) if how is not None else part.forward
         elif how is not None:
             part.compile(**how)
         else:

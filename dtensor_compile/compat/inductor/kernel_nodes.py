@@ -194,7 +194,8 @@ def called_subgraph() -> torch.fx.GraphModule | None:
     from torch._inductor.graph import SubgraphLowering
     from torch._inductor.virtualized import V
 
-    return V.graph.module if isinstance(V.graph, SubgraphLowering) else None
+    found = V.graph.module if isinstance(V.graph, SubgraphLowering) else None
+    return found if isinstance(found, torch.fx.GraphModule) else None
 
 
 def names_of_results() -> set[str]:
