@@ -178,7 +178,7 @@ def _training(found: TargetProgram, settings: StepSettings) -> Training:
     program = TargetProgram(found.model, args, kwargs)
     training = Training(program, program.model, settings)
     if not training.is_step() and uncompiled(program.model) is program.model:
-        training.run = torch.compile(program.model, backend="dtensor")
+        training.run = torch.compile(program.model, backend="dtensor", options={"blocks": settings.blocks})
     return training
 
 

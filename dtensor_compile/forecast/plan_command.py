@@ -57,6 +57,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     p.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default adamw")
     p.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="clip gradients to this norm")
+    blocks = "equal blocks are compiled once, or each as where nothing else is said (traced); default once"
+    p.add_argument("--blocks", default="once", choices=["once", "traced"], help=blocks)
     p.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="argument of the function (several times)"
     )
@@ -95,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     base = _read(args.compare) if args.compare else None
     limits = PlanLimits.parse(base, args.max_memory, args.max_step)
     this = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.rank)
-    settings = StepSettings(args.loss, args.optimizer, args.clip)
+    settings = StepSettings(args.loss, args.optimizer, args.clip, args.blocks)
     plan = make_plan(
         args.target,
         this,
@@ -148,7 +150,15 @@ def _sweep(args: argparse.Namespace) -> int:
         [parse_sweep(text) for text in args.sweep], parse_mesh_argument(args.mesh) if args.mesh else ()
     )
     command = [args.target, "--gpu", args.gpu, "--loss", args.loss, "--optimizer", args.optimizer]
-    command += ["--clip", str(args.clip), "--rank", str(args.rank), *(f"--set={text}" for text in args.set)]
+    command += [
+        "--clip",
+        str(args.clip),
+        "--blocks",
+        args.blocks,
+        "--rank",
+        str(args.rank),
+        *(f"--set={text}" for text in args.set),
+    ]
     command += ["--cluster", args.cluster] if args.cluster else []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("plans", total=len(combined))
