@@ -150,15 +150,8 @@ def _sweep(args: argparse.Namespace) -> int:
         [parse_sweep(text) for text in args.sweep], parse_mesh_argument(args.mesh) if args.mesh else ()
     )
     command = [args.target, "--gpu", args.gpu, "--loss", args.loss, "--optimizer", args.optimizer]
-    command += [
-        "--clip",
-        str(args.clip),
-        "--blocks",
-        args.blocks,
-        "--rank",
-        str(args.rank),
-        *(f"--set={text}" for text in args.set),
-    ]
+    command += ["--clip", str(args.clip), "--blocks", args.blocks, "--rank", str(args.rank)]
+    command += [f"--set={text}" for text in args.set]
     command += ["--cluster", args.cluster] if args.cluster else []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("plans", total=len(combined))
