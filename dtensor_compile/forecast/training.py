@@ -40,8 +40,9 @@ class StepSettings:
             A result that is a scalar is the loss itself.
         optimizer: one of `OPTIMIZERS`.
         clip: norm to which gradients are clipped; 0: they are not.
-        blocks: the option of the backend that compiles the model: once for equal blocks, which takes half the time for
-            32 layers, and gives the same figures within 0.1%.
+        blocks: the option of the backend that compiles the model: once for equal blocks takes half the time for 32
+            layers. Kernels are not fused across the ends of blocks then, which real sizes hardly show
+            (``docs/planning.md``).
     """
 
     loss: str = "sum"

@@ -102,3 +102,22 @@ def reads_a_value_on_the_host(mesh):
 def sized(mesh, rows=ROWS, width=WIDTH, checkpoint=False):
     model = nn.Linear(width, width, bias=False)
     return parallelize_module(model, mesh["tp"], ColwiseParallel()), (torch.ones(rows, width),)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, HIDDEN)
+        self.down = torch.nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def layers(mesh):
+    """Equal blocks, tensor parallel inside of ``fully_shard``."""
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    for layer in model:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"]), torch.zeros(ROWS, WIDTH)

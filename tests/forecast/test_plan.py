@@ -91,6 +91,19 @@ def test_gathered_parameters():
     assert {row.kind for row in plan.communication if row.mesh_dim == "dp"} == {"all_gather", "reduce_scatter"}
 
 
+def test_equal_blocks_compiled_once_have_the_figures_of_each():
+    """Kernels are not fused across the ends of blocks, of which a step of microseconds takes notice."""
+    once, traced = (plan_of("layers", (("dp", 2), ("tp", 2)), blocks=blocks) for blocks in ("once", "traced"))
+    assert once.kernels < traced.kernels and once.graphs == traced.graphs == 2
+    for part in dataclasses.fields(once.time):
+        values = [getattr(plan.time, part.name) for plan in (once, traced)]
+        assert values[0] == pytest.approx(values[1], rel=0.05), part.name
+    assert once.memory.peak == pytest.approx(traced.memory.peak, rel=0.02)
+    sent = [{(row.mesh_dim, row.kind): row.bytes for row in plan.communication} for plan in (once, traced)]
+    assert sent[0] == sent[1]
+    assert once.model_flops == traced.model_flops
+
+
 def test_a_step_that_does_everything_itself():
     plan = plan_of("step")
     held = most(plan)
