@@ -23,6 +23,7 @@ from dtensor_compile.compat.dynamo.compiled_parts import compiled_parts, parts_c
 from dtensor_compile.compat.dynamo.observe import current_compilation, name_modules
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.recording.profile import Profile
 from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.outside import outside_recorded
 from dtensor_compile.report.target import one_line
@@ -61,7 +62,9 @@ def recorded_all(
     model, run = make()
     parts = tuple(compiled_parts(model))
     ours = recorded(model, run, kernels=kernels, profile=profile)
-    theirs = recorded_stock(*make(), profile=profile and kernels == "inductor") if stock or parts else None
+    theirs = recorded_stock(*make()) if stock or parts else None
+    if theirs is not None and profile and kernels == "inductor":
+        theirs.profile = _profile_of_stock(*make())
     if theirs is None or not parts:
         return Recordings(ours, theirs)
     if not theirs.failed:
@@ -114,21 +117,25 @@ def _empty_caches() -> Iterator[None]:
         yield
 
 
-def recorded_stock(model: Callable[..., Any], run: Run, *, profile: bool = False) -> Recording:
+def _profile_of_stock(model: Callable[..., Any], run: Run) -> Profile | None:
+    """The compile time of stock Inductor, with empty caches."""
+    counters.reset()
+    with (
+        _empty_caches(),
+        record(profile=True) as recording,
+        failures_recorded(recording, all_errors=True),
+        _compiled(model) as compiled,
+    ):
+        run(compiled)
+    return recording.profile
+
+
+def recorded_stock(model: Callable[..., Any], run: Run) -> Recording:
     """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, without our
-    code. With `profile` it is stock Inductor, with kernels.
+    code.
     """
     counters.reset()
     failures = functools.partial(failures_recorded, all_errors=True)
-    if profile:
-        with (
-            _empty_caches(),
-            record(others=True, profile=True) as recording,
-            failures(recording),
-            _compiled(model) as compiled,
-        ):
-            run(compiled)
-        return recording
     with record() as recording, failures(recording), outside_recorded(recording):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -201,6 +201,7 @@ def test_profile(program, capsys):
     for side in (report.ours, report.stock):
         assert {"Dynamo", "joint trace", "code generation"} <= {row.stage for row in side.stages}
     assert "dtensor_compile" in {row.stage for row in report.ours.stages} - {row.stage for row in report.stock.stages}
+    assert report.stock.outside is not None and report.stock.totals.all.bytes == report.ours.totals.all.bytes
     _, report = report_of("a_program.py:build", "--profile", "--kernels", "aten", "--no-backward")
     assert {row.stage for row in report.ours.stages} & {"Dynamo", "code generation"} == {"Dynamo"}
     assert not report.stock.stages  # without kernels it is not what stock does
