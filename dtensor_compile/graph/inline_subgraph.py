@@ -13,6 +13,7 @@ import torch
 from torch.fx.node import map_arg
 
 from dtensor_compile.compat.aot.fx import CALL, called_graph
+from dtensor_compile.compat.dynamo.module_names import module_name
 from dtensor_compile.graph.arguments import const_arg, fake_result, node_arg
 from dtensor_compile.graph.node_builder import inherited
 
@@ -86,8 +87,7 @@ _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 def _modules_of_call(call: torch.fx.Node, block: torch.fx.GraphModule) -> Meta:
     """Metadata of the nodes of a block with the modules of one of its calls."""
-    own = next((name for key in _STACKS for name, _ in reversed(call.meta.get(key, {}).values())), "")
-    first = block.meta.get(MODULE, "")
+    own, first = module_name(call), block.meta.get(MODULE, "")
 
     def moved(node: torch.fx.Node) -> Mapping[str, Any]:
         if not own or not first:

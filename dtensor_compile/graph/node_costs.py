@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dtensor_compile.compat.aot.random_state import WITH_RANDOM_STATE, takes_random_state, without_state
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.compat.dynamo.module_names import module_name
 from dtensor_compile.graph.arguments import fake_arguments, function_of, list_arg, node_arg, operator_of, sizes_of
 from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective
 from dtensor_compile.graph.operator_traits import is_pointwise, is_view
@@ -315,8 +316,7 @@ def module_path(node: torch.fx.Node) -> str:
     """Path of the innermost module whose forward a node belongs to; for a node of the backward that of its forward
     operator.
     """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return path_of(str(list(stack.values())[-1][0])) if stack else ""
+    return path_of(module_name(node))
 
 
 def path_of(name: str) -> str:

@@ -32,7 +32,7 @@ class BlockGraph:
     module: torch.fx.GraphModule
     results: tuple[torch.Tensor, ...]
     draws: bool
-    of: str = ""
+    of: str
 
 
 #: The graphs by name, for each program that is being traced; the last one counts.

@@ -361,7 +361,7 @@ def to_dict(report: Report) -> dict[str, Any]:
 
 
 def to_json(report: Report) -> str:
-    """The report as text."""
+    """The report as JSON text."""
     return json.dumps(dataclasses.asdict(report), indent=1)
 
 

@@ -16,10 +16,18 @@ from typing import Any
 import torch
 
 
+def module_name(node: torch.fx.Node) -> str:
+    """Dynamo's name of the innermost module whose forward a node belongs to; for a node of the backward that of its
+    forward operator. Empty if there is none.
+    """
+    modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return str(list(modules.values())[-1][0]) if modules else ""
+
+
 def root_names(
     code: CodeType, function: str, local_values: Mapping[str, Any], closure: Sequence[CellType] | None
 ) -> dict[str, str]:
-    """Maps Dynamo's names of roots to those of the program, where they differ.
+    """Maps Dynamo's names of roots to those of the program, where they differ; longer ones, of parts of others, first.
 
     Args:
         code: what is compiled.
@@ -42,7 +50,7 @@ def root_names(
         inside = [value for value in free.values() if callable(value)]
         given = local_values.get(args, ()), local_values.get(kwargs, {})
         names.update(_names(f"L['{args}']", given[0], f"L['{kwargs}']", given[1], inside))
-    return names
+    return dict(sorted(names.items(), key=lambda pair: -len(pair[0])))
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -124,7 +124,7 @@ def name_in_program(name: str) -> str:
     """Dynamo's name of a module, or of what is inside of it, with that of the program where Dynamo's root is another,
     in the frame that is being compiled."""
     this = current_compilation()
-    for root, known in sorted(this.names.items(), key=lambda one: -len(one[0])) if this is not None else ():
+    for root, known in this.names.items() if this is not None else ():
         if name.startswith(root):
             return f"L['{known}']{name[len(root) :]}"
     return name

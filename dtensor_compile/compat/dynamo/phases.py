@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dynamo.module_names import module_name
 from dtensor_compile.compat.patches import needs, patch
 
 _BEGINS = patch("torch._dynamo.utils:ChromiumEventLogger.log_event_start", "self event_name ...")
@@ -69,7 +70,7 @@ def watch_phases(watcher: PhaseWatcher) -> Iterator[None]:
             yield
 
     def runs(stock: Any, self: Any, n: torch.fx.Node) -> Any:
-        with _for_module(watcher, _module_of(n)):
+        with _for_module(watcher, module_name(n)):
             return stock(self, n)
 
     def writes(stock: Any, self: Any, node: Any) -> Any:
@@ -92,13 +93,7 @@ def _for_module(watcher: PhaseWatcher, name: str) -> Iterator[None]:
         watcher.end(name)
 
 
-def _module_of(node: torch.fx.Node) -> str:
-    """Dynamo's name of the innermost module of a node; for a node of the backward that of its forward operator."""
-    modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return str(list(modules.values())[-1][0]) if modules else ""
-
-
 def _module_of_kernel(kernel: Any) -> str:
     """The module of the first node that a kernel computes."""
     origins = (origin for part in kernel.get_nodes() for origin in getattr(part.node, "origins", ()))
-    return next(filter(None, map(_module_of, origins)), "")
+    return next(filter(None, map(module_name, origins)), "")
