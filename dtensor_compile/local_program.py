@@ -67,7 +67,7 @@ class LocalProgram(nn.Module):
         pairs = [local_and_spec(leaf) if isinstance(leaf, DTensor) else (leaf, None) for leaf in leaves]
         self.local_inputs = pytree.tree_unflatten([local for local, _ in pairs], structure)
         self._trace(model, structure, [spec for _, spec in pairs], dynamic_shapes)
-        function = functools.partial(LocalProgram._run, self)
+        function: Any = functools.partial(LocalProgram._run, self)
         function.__signature__ = inspect.signature(model.forward)  # torch.export names inputs by it
         self.forward = function
 
@@ -102,7 +102,9 @@ class LocalProgram(nn.Module):
             leaves, self._out_structure = pytree.tree_flatten(local)
             return leaves
 
-        dims = [frozenset()] * len(state) + dynamic_dims(model.forward, args, kwargs, dynamic_shapes)
+        dims: list[frozenset[int]] = [frozenset()] * len(state) + dynamic_dims(
+            model.forward, args, kwargs, dynamic_shapes
+        )
         graph_module = trace_to_local(run, [*state.values(), *pytree.tree_leaves((args, kwargs))], dims)
         self._graph = [graph_module]  # in a list, so that it is not a submodule of this module
 

@@ -74,6 +74,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Maps token indices (batch, sequence) to logits (batch, sequence, vocab)."""
 
+    rotary: torch.Tensor
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config

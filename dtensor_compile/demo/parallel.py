@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -61,9 +61,7 @@ class Gathered(nn.Module):
     `inner` is that mesh and `placement` the placement on it.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, inner: DeviceMesh | None = None, placement: Shard | Replicate | None = None
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, inner: DeviceMesh | None = None, placement: Placement | None = None) -> None:
         super().__init__()
         self.mesh, self.inner = mesh, inner
         rest = () if inner is None else (placement,)
@@ -100,6 +98,7 @@ def two_dim(model: Llama, mesh: DeviceMesh) -> Llama:
     """Both over a 2-D mesh (dp, tp): tensor and sequence parallel inside, parameters stored in shards over the
     data-parallel ranks. A parameter is sharded over dp along another tensor dim than over tp, so that each gather is
     over one mesh dim."""
+    assert mesh.mesh_dim_names is not None
     tp = mesh[mesh.mesh_dim_names[1]]
     tensor_parallel(model, tp)
     for module in list(model.modules()):

@@ -45,7 +45,9 @@ class Timeline:
     def spans(self) -> Iterator[StepSpan]:
         """The spans, by stream in the order of time."""
         for stream, name, module, where, *times in self.rows:
-            yield StepSpan(self.streams[stream], *(self.texts[i] for i in (name, module, where)), *times)
+            start, duration, exposed = times
+            texts = self.texts[name], self.texts[module], self.texts[where]
+            yield StepSpan(self.streams[stream], *texts, start, duration, exposed)
 
 
 def timeline_of(timing: Schedule, operations: Sequence[Operation], collectives: Sequence[SentCollective]) -> Timeline:

@@ -153,11 +153,12 @@ def _content(value: Any) -> Any:
 def _other_parts(digest: str, known: Iterable[str]) -> str:
     """What a program differs in from the most similar one of those that are known."""
     names = (_OPTIONS, _INPUTS, _CODE)
-    others = [
+    others: list[list[str]] = [
         [name for name, mine, theirs in zip(names, digest.split("."), other.split(".")) if mine != theirs]
         for other in known
     ]
-    return " and ".join(min(others, key=len, default=[]))
+    fewest: list[str] = min(others, key=len, default=[])
+    return " and ".join(fewest)
 
 
 def _about(value: Any) -> Any:

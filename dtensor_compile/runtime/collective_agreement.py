@@ -188,9 +188,9 @@ class Agreement:
         waiting: list[Waiting] = []
         began = time.monotonic()
         with while_the_store_is_there():
-            for name, ranks in groups.items():
+            for name, of_graph in groups.items():
                 book.graphs[name] = book.graphs.get(name, 0) + 1
-                book.store.set(groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(ranks))
+                book.store.set(groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(of_graph))
             for name, ranks, mine, runs_now in noted:
                 (waiting if runs_now else self.later).extend(self._announce(book, name, ranks, mine))
             self._go_on_without(_compare(book, waiting), began)

@@ -18,12 +18,12 @@ from dtensor_compile.store.ledger import Book
 
 log = logging.getLogger("dtensor_compile")
 
-_COMPILING = b"1"
+_COMPILING = "1"
 
 
 def say_compiling(book: Book, compiles: bool, function: str = "") -> None:
     """Announces that this rank compiles `function`, or that it is ready."""
-    book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING if compiles else b"")
+    book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING if compiles else "")
     if compiles:
         book.store.set(_begun_key(book, function, dist.get_rank()), str(book.compilations.get(function, 0)))
 
@@ -141,7 +141,7 @@ class Waiting:
 def is_compiling(book: Book, rank: int) -> bool:
     """Whether a rank has announced that it compiles, and not that it is ready."""
     key = _compiling_key(book, rank)
-    return bool(book.store.check([key])) and book.store.get(key) == _COMPILING
+    return bool(book.store.check([key])) and book.store.get(key) == _COMPILING.encode()
 
 
 def has_begun(book: Book, function: str, rank: int) -> bool:

@@ -28,7 +28,7 @@ class _PlacedBothWays(torch.autograd.Function):
     """Redistributes the tensor in the forward, and its gradient in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
         ctx.where = mesh, placements
         return x.redistribute(mesh, placements) if x.placements != placements else x.view_as(x)
 
@@ -96,7 +96,7 @@ def ones_of(x: DTensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
 
 
-def write_whole(x: DTensor, value: torch.Tensor) -> DTensor:
+def write_whole(x: DTensor, value: torch.Tensor) -> torch.Tensor:
     """`x` with the plain, full `value` written to it."""
     return x.copy_(as_dtensor(value, x.device_mesh))
 
@@ -105,10 +105,11 @@ def update_statistics(x: DTensor, mean: torch.Tensor, var: torch.Tensor, momentu
     """Updates plain running statistics as ``batch_norm`` does, for `x` of shape (batch, channels, ...); only sums of
     shards are sent.
     """
-    x, dims = x.detach(), [dim for dim in range(x.dim()) if dim != 1]
+    values: Any = x.detach()  # a DTensor, as its sums are
+    dims = [dim for dim in range(x.dim()) if dim != 1]
     n = x.numel() // x.shape[1]
-    here = whole(x.sum(dims)) / n
-    centered = x - here.reshape([-1 if dim == 1 else 1 for dim in range(x.dim())])
+    here = whole(values.sum(dims)) / n
+    centered = values - here.reshape([-1 if dim == 1 else 1 for dim in range(x.dim())])
     mean.copy_(momentum * here + (1 - momentum) * mean)
     var.copy_(momentum * whole((centered * centered).sum(dims)) / (n - 1) + (1 - momentum) * var)
 

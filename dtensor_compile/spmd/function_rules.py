@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_compile.compat.dtensor.record import run_node
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import list_arg
 from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.spmd.constraint import constrain, mean_loss, ones_of, replicated, update_statistics
 from dtensor_compile.spmd.dtensor_graph import DTensorGraph
@@ -85,7 +86,7 @@ def _tell_recurrent(this: DTensorGraph, node: torch.fx.Node) -> None:
     for used in node.all_input_nodes:
         value = this.values[used]
         if isinstance(value, DTensor):
-            batch = (0 if node.args[7] else 1) if used is node.args[1] else 1 if used in node.args[2] else None
+            batch = (0 if node.args[7] else 1) if used is node.args[1] else 1 if used in list_arg(node, 2) else None
             whole_or_batch = all(p.is_replicate() or batch is not None and p == Shard(batch) for p in value.placements)
             gathered += 0 if whole_or_batch else int(value.numel()) * value.element_size()
     _tell_gathered(this, node, str(node.args[0]), gathered)

@@ -147,7 +147,7 @@ def _physical(granule: Sequence[Mapping[str, Any]]) -> np.ndarray:
     missing = [device for device in granule if "coords" not in device]
     if missing:
         raise MeshError(f"some devices of a granule have coords and others do not: {dict(missing[0])}")
-    places = {}
+    places: dict[tuple[int, ...], int] = {}
     for device in granule:
         place = (*(int(c) for c in device["coords"]), int(device.get("core_on_chip", 0)))
         if place in places:

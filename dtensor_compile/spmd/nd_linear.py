@@ -82,7 +82,8 @@ class NDLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `x` of shape (..., in_features) to (..., out_features)."""
-        w, b = self.weight, self.bias
+        w: torch.Tensor = self.weight
+        b: torch.Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w, b = x.to(dtype), w.to(dtype), b if b is None else b.to(dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.errors import PlacementError
@@ -120,7 +121,8 @@ def placements_to_axes(placements: Sequence[Placement], mesh_shape: Sequence[int
             )
         if isinstance(placement, Replicate):
             continue
-        dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+        dim = cast("Shard", placement).dim  # or one of a placement that shards in another order
+        dim += ndim if dim < 0 else 0
         if not 0 <= dim < ndim:
             raise PlacementError(
                 f"{placement!r} over mesh dim {axis} shards a dim that a tensor of {ndim} dims does not have"

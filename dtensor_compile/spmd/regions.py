@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dtensor.record import checkpointed, graphs_in
 from dtensor_compile.errors import ManualRegionError
+from dtensor_compile.graph.arguments import list_arg
 from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.spmd.constraint import constrain
 from dtensor_compile.spmd.in_place import memory_of, written_argument
@@ -83,7 +84,10 @@ def _enter_checkpoint(node: torch.fx.Node, inside: Mapping[torch.fx.Node, Manual
     part = checkpointed(node)
     if part is not None:
         pairs = zip(part.graph.find_nodes(op="placeholder"), node.args[1:])
-        _enter_graph(part.graph, {inner: inside[used] for inner, used in pairs if used in inside})
+        _enter_graph(
+            part.graph,
+            {inner: inside[used] for inner, used in pairs if isinstance(used, torch.fx.Node) and used in inside},
+        )
 
 
 def _enter(
@@ -109,7 +113,7 @@ def _enter(
 
 
 def _refuse_marks(node: torch.fx.Node, region: ManualRegion) -> None:
-    if node.target is constrain and region.axes & {axis for entry in node.args[2] for axis in entry}:
+    if node.target is constrain and region.axes & {axis for entry in list_arg(node, 2) for axis in entry}:
         raise ManualRegionError(
             f"a mark names an axis along which its tensor is manual already ({source_line(node)}): in a manual region "
             "a mark can only use other axes"

@@ -114,7 +114,8 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
             Placed(name, spec_text(placements), "marked" if marked else "follows" if any(axes) else "replicated")
         )
     for owner in module.modules():
-        for held in (owner._parameters, owner._buffers):
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for held in tables:
             held.update({name: made[id(tensor)] for name, tensor in held.items() if id(tensor) in made})
         if isinstance(owner, nn.RNNBase):
             take_new_weights(owner)

@@ -162,7 +162,7 @@ class _GlobalRun(torch.fx.Interpreter):
 
     def propagate(self, example_inputs: Sequence[Any], factors: FactorCache) -> dict[int, Sharding]:
         mode = fake_mode()
-        placeholders = self.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
+        placeholders = self.graph.find_nodes(op="placeholder")
         fakes = []
         for _, value in zip(placeholders, example_inputs):
             fake = global_fake(mode, value)

@@ -13,7 +13,7 @@ import torch
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.recurrent_functions import FUNCTIONS, taken_into_graphs
 from dtensor_compile.compat.dynamo.tracker_entries import Contexts, Objects, Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker, graph_break
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable, graph_break
 from dtensor_compile.spmd.annotate import anything_is_marked, plain_tensors_are_replicated
 from dtensor_compile.spmd.barrier import border
 from dtensor_compile.spmd.constraint import (
@@ -40,7 +40,7 @@ def _polyfill(kind: str) -> Retrack:
             return stock.call_function(tx, args, kwargs)
         if not args[3].is_python_constant():  # a list of weights: packed sequences of several lengths
             graph_break("packed-sequence", kind)
-        return UserFunctionVariable(IN_PROGRAMS[kind]).call_function(tx, args, kwargs)
+        return function_variable(IN_PROGRAMS[kind]).call_function(tx, args, kwargs)
 
     return handle_calls(call)
 

@@ -144,7 +144,7 @@ class _Call:
         bases: dict[torch.fx.Node, int] = {}
         self.results: list[tuple[Any, tuple[torch.fx.Node, ...]]] = []
         for value in output.args[0]:
-            views = []
+            views: list[torch.fx.Node] = []
             while isinstance(value, torch.fx.Node) and value not in inputs and _is_view(value):
                 views.insert(0, value)
                 value = value.args[0]

@@ -47,6 +47,16 @@ from dtensor_compile.stages.program import GRAPH_FUNCTIONS
 from dtensor_compile.topology.devices import on_one_host
 from dtensor_compile.topology.network import plans_for
 
+
+@contextlib.contextmanager
+def _shared_blocks(this: Compilation) -> Iterator[None]:
+    """While active, equal blocks of the program are traced once."""
+    with block_graphs() as known:
+        this.blocks = known
+        with programs_changed(functools.partial(share_blocks, this=this)):
+            yield
+
+
 #: Entered in this order.
 SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: plans_for(this.options.topology),
@@ -67,17 +77,8 @@ SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: keep_gradients_of_async_inputs(this.inputs),
     lambda this: contextlib.nullcontext() if this.options.strict else defer_backward_errors(this.log.decided),
     lambda this: report_fallbacks(this.log.decided),
-    lambda this: _blocks(this) if this.shares_blocks else contextlib.nullcontext(),
+    lambda this: _shared_blocks(this) if this.shares_blocks else contextlib.nullcontext(),
 )
-
-
-@contextlib.contextmanager
-def _blocks(this: Compilation) -> Iterator[None]:
-    """While active, equal blocks of the program are traced once."""
-    with block_graphs() as known:
-        this.blocks = known
-        with programs_changed(functools.partial(share_blocks, this=this)):
-            yield
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ ENTRIES = Entries(
         *older_dynamo.OBJECTS,
     ),
     tensors={DTensor: track_and_guard},
-    given={**random.TYPES, **comm_debug_mode.TYPES, **functions.GIVEN},
+    given={**functions.GIVEN, **random.TYPES, **comm_debug_mode.TYPES},
     contexts=(
         check_redistributions,
         rules_while_tracing,

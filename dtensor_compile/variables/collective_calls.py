@@ -17,6 +17,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     UserFunctionVariable,
     VariableTracker,
     build,
+    function_variable,
     graph_break,
     raise_in_program,
 )
@@ -36,11 +37,12 @@ class DistributedFunctionVariable(UserFunctionVariable):
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        name = f"{self.fn.__module__}.{self.fn.__name__}"
+        function: Any = self.fn
+        name = f"{function.__module__}.{function.__name__}"
         arguments = _bind(tx, name, self.fn, args, kwargs)
         if self.fn in (dist.recv, dist.irecv) and all(_is_none(arguments.get(name)) for name in ("src", "group_src")):
             refuse(name, "receive-from-any")
-        return UserFunctionVariable(POLYFILLS[self.fn]).call_function(tx, [], arguments)
+        return function_variable(POLYFILLS[self.fn]).call_function(tx, [], arguments)
 
 
 def call_method_polyfill(
@@ -54,7 +56,7 @@ def call_method_polyfill(
     if any(isinstance(argument.realize(), RefusingVariable) for argument in (*args, *kwargs.values())):
         refuse(f"ProcessGroup.{name}", "raw-object")
     arguments = _bind(tx, f"ProcessGroup.{name}", METHODS[name], [group, *args], kwargs)
-    return UserFunctionVariable(METHODS[name]).call_function(tx, [], arguments)
+    return function_variable(METHODS[name]).call_function(tx, [], arguments)
 
 
 def _bind(
@@ -83,7 +85,7 @@ def checked_local_tensor(
     del named["run_check"]
     sizes_known = not _is_none(named.get("shape"))
     placements = named.get("placements", build(tx, None))
-    check = UserFunctionVariable(check_local_tensor)
+    check = function_variable(check_local_tensor)
     local = check.call_function(
         tx, [named["local_tensor"], named["device_mesh"], placements, build(tx, not sizes_known)], {}
     )

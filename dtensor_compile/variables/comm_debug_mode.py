@@ -8,6 +8,7 @@ need more (``generate_comm_debug_tracing_table``) break the graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from dtensor_compile.compat.dynamo.calls import handle_construction
 from dtensor_compile.compat.dynamo.communication_counts import CommModeVariable
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack, TrackGiven
 from dtensor_compile.ops import c10d as ops
 from dtensor_compile.ops.redistribute import redistribute_op
 
@@ -41,6 +42,6 @@ CommModeVariable.ours = {
 }
 
 #: Classes of objects passed to the program, with the factory of their tracker.
-TYPES = {CommDebugMode: CommModeVariable.track}
+TYPES: Mapping[type, TrackGiven] = {CommDebugMode: CommModeVariable.track}
 #: Classes whose construction is handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = ((CommDebugMode, handle_construction(CommModeVariable.make)),)

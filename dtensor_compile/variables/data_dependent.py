@@ -17,7 +17,7 @@ from dtensor_compile.compat.dynamo.data_dependent_scalars import (
     numbers_in_the_graph,
 )
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable
 
 
 def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -29,10 +29,10 @@ def _equal(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """``torch.equal(x, y)``: calls the polyfill if the dtypes are equal, as torch requires."""
-    tensors = [arg.realize() for arg in args]
+    tensors: list[Any] = [arg.realize() for arg in args]
     if kwargs or len(tensors) != 2 or not all(t.is_tensor() for t in tensors) or tensors[0].dtype != tensors[1].dtype:
         return stock.call_function(tx, args, kwargs)
-    return UserFunctionVariable(equal).call_function(tx, tensors, {})
+    return function_variable(equal).call_function(tx, tensors, {})
 
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = ((torch.equal, handle_calls(_equal)),)

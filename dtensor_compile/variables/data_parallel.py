@@ -70,6 +70,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     UserFunctionVariable,
     VariableTracker,
     fact_guard,
+    function_variable,
 )
 from dtensor_compile.ops.unshard import average_gradient
 from dtensor_compile.variables import fsdp_forwards
@@ -221,7 +222,7 @@ def _call_wrapped(
 ) -> VariableTracker:
     """``module(*args, **kwargs)`` of a module that ``torch.compile`` wrapped before ``fully_shard`` did: Dynamo knows
     the class of the first alone."""
-    return UserFunctionVariable(torch.nn.Module._call_impl).call_function(tx, args, kwargs)
+    return function_variable(torch.nn.Module._call_impl).call_function(tx, args, kwargs)
 
 
 def _read_wrapped(

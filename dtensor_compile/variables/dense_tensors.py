@@ -13,7 +13,7 @@ import torch
 from dtensor_compile.compat.distributed.functional_collectives import flatten_dense_tensors, unflatten_dense_tensors
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -34,7 +34,7 @@ def _polyfill(function: Any) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        return UserFunctionVariable(function).call_function(tx, args, kwargs)
+        return function_variable(function).call_function(tx, args, kwargs)
 
     return handle_calls(call)
 

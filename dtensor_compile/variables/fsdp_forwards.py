@@ -45,7 +45,7 @@ def _of_state(tx: Translator, subject: VariableTracker, path: Sequence[str | int
 def _unsharded(
     tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, subject: VariableTracker
 ) -> VariableTracker:
-    held = ()
+    held: tuple[Any, ...] = ()
     if any(sharded.held) and torch.is_grad_enabled():
         held = (tuple(sharded.held), _of_state(tx, subject, sharded.holder), sharded.index)
     outer = None

@@ -178,7 +178,7 @@ class TableVariable(MemberVariable):
     def _inline(self, tx: Translator, name: str) -> VariableTracker:
         return inline_member(self, tx, name) or self.refuse(name)
 
-    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+    def call_obj_hasattr(self, tx: Translator, name: str) -> Any:
         return build(tx, name in self.functions or hasattr(self.as_python_constant(), name))
 
     def mp_subscript_impl(self, tx: Translator, key: VariableTracker) -> VariableTracker:

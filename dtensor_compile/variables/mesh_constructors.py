@@ -11,7 +11,7 @@ A DTensor is created by nodes of the graph, from a local tensor and a spec whose
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -46,12 +46,12 @@ from dtensor_compile.compat.dynamo.opaque_trackers import MemberVariable
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
-    UserFunctionVariable,
     VariableTracker,
     build,
     constant_argument,
     constant_source,
     fact_guard,
+    function_variable,
     graph_break,
     raise_in_program,
 )
@@ -74,7 +74,7 @@ def real_argument(argument: VariableTracker) -> Any:
 
 
 def real_arguments(
-    args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
 ) -> tuple[list[Any], dict[str, Any]]:
     """`real_argument` of all arguments."""
     return [real_argument(arg) for arg in args], {name: real_argument(arg) for name, arg in kwargs.items()}
@@ -176,9 +176,10 @@ def local_sizes(
     tensor."""
     if not mesh._is_current_rank_part_of_mesh():
         return (0,), ()
-    sizes, offsets = list(global_shape), [0] * len(global_shape)
+    sizes: list[Any] = list(global_shape)
+    offsets: list[Any] = [0] * len(global_shape)
     for mesh_dim, placement in enumerate(placements):
-        if placement.is_shard():
+        if isinstance(placement, Shard):
             dim = placement.dim
             size, offset = Shard.local_shard_size_and_offset(
                 sizes[dim], mesh.size(mesh_dim), mesh._sym_get_coordinate(mesh_dim)
@@ -199,7 +200,7 @@ def _compute_sizes(
         real = {name: real_argument(arg) for name, arg in named.items()}
     except NotImplementedError:
         strided = any(isinstance(p, StridedShard) for p in constant_argument(named["placements"]))
-        return (stock if strided else UserFunctionVariable(local_sizes)).call_function(tx, [], named)
+        return (stock if strided else function_variable(local_sizes)).call_function(tx, [], named)
     try:
         return build(tx, compute_local_shape_and_global_offset(**real))
     except Exception as error:  # noqa: BLE001 - whatever it raises, the program sees it
@@ -304,7 +305,7 @@ def _distribute(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """``distribute_tensor``: makes a new leaf of a tensor that requires a gradient."""
-    tensor = args[0] if args else kwargs.get("tensor")
+    tensor: Any = args[0] if args else kwargs.get("tensor")
     if tensor is None or not tensor.is_tensor():
         return stock.call_function(tx, args, kwargs)
     tensor = tensor.realize()

@@ -33,6 +33,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     constant_argument,
     fact_guard,
     graph_break,
+    source_of,
 )
 
 Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
@@ -144,10 +145,14 @@ def _levelled(tx: Translator, name: str, args: Sequence[VariableTracker]) -> lis
     return list(args) if level is None else [build(tx, level), *args]
 
 
+def _logger(variable: Any) -> logging.Logger:
+    return variable.value
+
+
 def _handle_logger(
     tx: Translator, logger: VariableTracker, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker | None:
-    real = logger.value
+    real = _logger(logger)
     if name in _QUESTIONS and not kwargs and logger.source is not None:
         return _answer(tx, logger, name, args)
     if name not in _LEVELS or not kwargs.keys() <= {"extra", "stacklevel"} or is_ignored(getattr(real, name)):
@@ -179,8 +184,8 @@ def _answer(tx: Translator, logger: VariableTracker, name: str, args: Sequence[V
     def ask(real: logging.Logger) -> Any:
         return getattr(real, name)(*real_args)
 
-    fact_guard("LOGGER_MATCH", ask)(logger.source)
-    return build(tx, ask(logger.value))
+    fact_guard("LOGGER_MATCH", ask)(source_of(logger))
+    return build(tx, ask(_logger(logger)))
 
 
 def _handle_log_function(name: str) -> Retrack:

@@ -9,7 +9,7 @@ DTensors on a CPU draw from torch's generator in eager, whatever generator is pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +24,7 @@ from dtensor_compile.compat.dynamo.generator_trackers import (
     handle_generator_methods,
     trunc_normal_function,
 )
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack, TrackGiven
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     VariableTracker,
@@ -33,6 +33,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     constant_argument,
     constant_source,
     graph_break,
+    items_of,
 )
 from dtensor_compile.ops import random_ops as ops
 
@@ -46,7 +47,8 @@ def _draw(
     tx: Translator, generator: GeneratorVariable, x: VariableTracker, name: str, numbers: Sequence[float]
 ) -> VariableTracker:
     """Result of a drawing operator; advances the generator."""
-    values, state = emit_call(tx, ops.draw, generator.read(tx), x, name, tuple(map(float, numbers))).items
+    drawn = emit_call(tx, ops.draw, generator.read(tx), x, name, tuple(map(float, numbers)))
+    values, state = items_of(drawn)
     generator.write(tx, state)
     return values
 
@@ -59,7 +61,7 @@ def _numbers(name: str, args: Sequence[VariableTracker], kwargs: dict[str, Varia
     """
     if name == "random_":  # random_(to), random_(from, to)
         return [constant_argument(arg) for arg in (*args, *(kwargs[key] for key in ("from", "to") if key in kwargs))]
-    names = ops.FILLS[name]
+    names: Mapping[str, Any] = ops.FILLS[name]
     given = dict(zip(names, args)) | kwargs
     return [constant_argument(given[key]) if key in given else default for key, default in names.items()]
 
@@ -296,7 +298,7 @@ def _overwrite(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 # ---- the tables ----------------------------------------------------------------------------------------------------
 
 #: Classes of objects passed to the program, with the factory of their tracker.
-TYPES = {torch.Generator: GeneratorVariable.track}
+TYPES: Mapping[type, TrackGiven] = {torch.Generator: GeneratorVariable.track}
 
 #: Functions whose calls are handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (

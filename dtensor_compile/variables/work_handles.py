@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.stand_in import CFuture, stand_in
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable
 from dtensor_compile.variables.member_rules import causes_of, table
 
 
@@ -125,7 +125,7 @@ def _trace(polyfill: Any) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        return UserFunctionVariable(polyfill).call_function(tx, args, kwargs)
+        return function_variable(polyfill).call_function(tx, args, kwargs)
 
     return handle_calls(call)
 

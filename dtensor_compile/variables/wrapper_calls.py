@@ -10,9 +10,9 @@ import torch
 from dtensor_compile.compat.dynamo.module_calls import happens_once, notes
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
-    UserFunctionVariable,
     VariableTracker,
     build,
+    function_variable,
     graph_break,
 )
 
@@ -43,7 +43,7 @@ def move(value, device):
 def trace_function(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
     """Traces a function of this package; arguments are trackers or constants."""
     variables = [arg if isinstance(arg, VariableTracker) else build(tx, arg) for arg in args]
-    return UserFunctionVariable(function).call_function(tx, variables, {})
+    return function_variable(function).call_function(tx, variables, {})
 
 
 def refuse_setting(why: str | None, what: str) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.variables import script_object
 from torch._dynamo.variables.base import VariableTracker
@@ -90,6 +90,10 @@ def is_opaque_class(variable: VariableTracker) -> bool:
 
 class MemberVariable(OpaqueVariable):
     """Tracks an opaque object, with Dynamo's queries under names that work on all releases."""
+
+    if TYPE_CHECKING:
+
+        def as_python_constant(self) -> Any: ...
 
     def read_member(self, tx: Translator, name: str) -> VariableTracker:
         """``object.name``"""
