@@ -55,16 +55,16 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def global_fake(mode: FakeTensorMode, value: Any) -> Any:
+def global_fake(mode: FakeTensorMode, value: Any, device: torch.device | None = None) -> Any:
     """A fake tensor with the global shape of a tensor or DTensor, plain and without gradient; other values as they are.
 
-    Symbolic sizes count as their hints.
+    Symbolic sizes count as their hints. It is on the device of `value`, or on `device`.
     """
     if not isinstance(value, torch.Tensor):
         return value
     with mode:
         shape, stride = ([int(size) for size in sizes] for sizes in (value.shape, value.stride()))
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=device or value.device)
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Strategies of an operator, read off DTensor's own rules: placements of its inputs with which it runs as it is, and
+those of its results.
+
+A rule is asked about one mesh dim at a time: everything replicated, then one input sharded along one of its dims or
+partial, then all inputs partial. What it answers without redistributing that input is a strategy. On a mesh of
+several dims, the strategies of the mesh dims combine freely, but for views: how a view of a shard is sharded depends on
+the other mesh dims, so that the rule is asked about the whole mesh.
+
+    mm(x[i,k], w[k,j])     R,R->R   S(0),R->S(0)   R,S(1)->S(1)   S(1),S(0)->P   P,R->P   R,P->P
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.step_record import StepCall
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements of an operator's tensor inputs and of its results, one tuple over the mesh dims for each tensor."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+
+
+#: What a rule raises for placements that it does not support.
+_REFUSALS = (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError, KeyError)
+
+
+def _ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
+    """The strategy that DTensor's rule chooses for inputs with these placements; None if it refuses them."""
+    placements = iter(given)
+
+    def spec(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return DTensorSpec(mesh, next(placements), TensorMeta(value.shape, value.stride(), value.dtype))
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    op = call.op
+    info = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
+    args: Any = tree_map(spec, call.args)
+    schema = OpSchema(op, tuple(args), tree_map(spec, dict(call.kwargs)), schema_info=info)
+    try:
+        decision = propagator.propagate_op_sharding_non_cached(schema)
+    except _REFUSALS:
+        return None
+    used = decision.redistribute_schema if decision.needs_redistribute else schema
+    assert used is not None  # `needs_redistribute` implies it
+    inputs = _placements((used.args_schema, used.kwargs_schema or schema.kwargs_schema))
+    outputs = _placements(decision.output_spec)
+    if len(inputs) != len(given) or len(outputs) != len(call.outputs):
+        return None
+    return Strategy(inputs, outputs)
+
+
+def _placements(value: Any) -> tuple[Placements, ...]:
+    return tuple(tuple(leaf.placements) for leaf in tree_leaves(value) if isinstance(leaf, DTensorSpec))
+
+
+def asked(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
+    """The strategy with exactly these inputs; None if DTensor's rule refuses them or redistributes one."""
+    found = _ask(call, mesh, given)
+    return found if found is not None and found.inputs == tuple(given) else None
+
+
+def strategies_on_one_dim(call: StepCall, mesh: DeviceMesh) -> tuple[list[Strategy], bool]:
+    """The strategies over a mesh of one dim, and whether DTensor has a rule for the operator.
+
+    A dim of a tensor counts only if its size divides evenly. Without a rule everything is replicated.
+    """
+    tensors, size = tensor_leaves((call.args, call.kwargs)), mesh.size()
+    everywhere: list[Placements] = [(Replicate(),)] * len(tensors)
+    replicated = asked(call, mesh, everywhere)
+    outputs = ((Replicate(),),) * len(call.outputs)
+    found: dict[Strategy, None] = {replicated or Strategy(tuple(everywhere), outputs): None}
+    for i, tensor in enumerate(tensors if replicated else ()):
+        for dim in range(tensor.ndim):
+            cut: Placements = (Shard(dim),)
+            if tensor.shape[dim] % size == 0 and not any(strategy.inputs[i] == cut for strategy in found):
+                answer = _ask(call, mesh, [*everywhere[:i], cut, *everywhere[i + 1 :]])
+                if answer is not None and answer.inputs[i] == cut:
+                    found[answer] = None
+    for given in _partial_inputs(tensors) if replicated else ():
+        answer = asked(call, mesh, given)
+        if answer is not None:
+            found[answer] = None
+    return list(found), replicated is not None
+
+
+def _partial_inputs(tensors: Sequence[torch.Tensor]) -> list[list[Placements]]:
+    """Inputs of which one is partial, or all are."""
+    summed = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+    groups = [[i] for i in summed] + ([summed] if len(summed) > 1 else [])
+    return [[(Partial() if i in group else Replicate(),) for i in range(len(tensors))] for group in groups]
+
+
+__all__ = ["Placements", "Strategy", "asked", "strategies_on_one_dim"]

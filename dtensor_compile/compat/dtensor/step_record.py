@@ -1,0 +1,188 @@
+"""Records the operators of a training step, forward and backward, on fake tensors of global shape.
+
+Nothing is computed or sent, and no process group is needed. A tensor is told from others by its memory, sizes and
+strides: autograd hands out new Python objects for what it saves. Views that are made twice of the same tensor are one.
+
+Each call has the module in which it was made. A call of the backward pass has the module of the forward operator that
+it differentiates, which the sequence number of its autograd node names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.record import fake_mode, global_fake
+
+FORWARD, BACKWARD = "forward", "backward"
+
+#: Operators that return their argument, or something that is no tensor.
+_TRANSPARENT = frozenset({"aten::detach", "aten::alias", "prim::device", "aten::lift_fresh"})
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One call of an operator.
+
+    Attributes:
+        op, args, kwargs, result: of the call; tensors are fake, of global shape.
+        inputs, outputs: numbers of its tensors, in the order of their leaves.
+        phase: `FORWARD` or `BACKWARD`.
+        module: path of the module in which it is made; of a backward call, in which its forward was.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    phase: str
+    module: str
+
+    @property
+    def name(self) -> str:
+        """As ``aten.mm``."""
+        return self.op._schema.name.replace("::", ".")
+
+
+@dataclass
+class RecordedStep:
+    """The calls of a step in order.
+
+    Attributes:
+        calls: the calls.
+        tensors: the fake of each numbered tensor.
+        parameters, buffers: number by name.
+        inputs: numbers of the tensors among the arguments.
+        gradients: number of the gradient of each parameter that has one, by name.
+        results: numbers of what each module returned last, by its path.
+    """
+
+    calls: list[StepCall] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    gradients: dict[str, int] = field(default_factory=dict)
+    results: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, step: RecordedStep) -> None:
+        super().__init__()
+        self.step = step
+        self.phase = FORWARD
+        self.path = [""]
+        self._numbers: dict[Any, int] = {}
+        self._views: dict[Any, tuple[int, ...]] = {}
+        self._modules: dict[int, str] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor, a new one if it was not seen before."""
+        key = _key(tensor)
+        return self._numbers[key] if key in self._numbers else self._new(key, tensor)
+
+    def _new(self, key: Any, tensor: torch.Tensor) -> int:
+        self._numbers[key] = len(self.step.tensors)
+        self.step.tensors.append(tensor)
+        return self._numbers[key]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        results = tensor_leaves(out)
+        module = self._module()
+        if func._schema.name in _TRANSPARENT or not results:
+            return out
+        inputs = tuple(self.number(tensor) for tensor in tensor_leaves((args, kwargs)))
+        is_view = any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable
+        made = tuple(map(_key, results))
+        if is_view and self._views.get((func, inputs, made)) == tuple(self._numbers.get(key) for key in made):
+            return out
+        outputs = tuple(self._new(key, tensor) for key, tensor in zip(made, results))
+        if is_view:
+            self._views[func, inputs, made] = outputs
+        self.step.calls.append(StepCall(func, tuple(args), kwargs, out, inputs, outputs, self.phase, module))
+        return out
+
+    def _module(self) -> str:
+        if self.phase == FORWARD:
+            self._modules[torch.autograd._get_sequence_nr() - 1] = self.path[-1]
+            return self.path[-1]
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._modules.get(node._sequence_nr(), "")
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@contextlib.contextmanager
+def _paths_followed(model: torch.nn.Module, recorder: _Recorder) -> Iterator[None]:
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        recorder.path.append(paths.get(id(module), recorder.path[-1]))
+
+    def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
+        path = recorder.path.pop()
+        recorder.step.results[path] = tuple(recorder.number(tensor) for tensor in tensor_leaves(result))
+
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def record_step(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+    device: torch.device | None = None,
+) -> RecordedStep:
+    """Records one forward pass, and the backward pass of its loss.
+
+    Args:
+        model: on any device; DTensors among its parameters count as their global tensors.
+        args, kwargs: of the call.
+        loss: what the backward pass starts from, of the result of the model; None for no backward pass.
+        device: of the fakes, which selects kernels of attention; that of each tensor if None.
+    """
+    step, mode = RecordedStep(), fake_mode()
+
+    def fake(value: Any) -> Any:
+        return global_fake(mode, value, device)
+
+    state: dict[str, torch.Tensor] = {}
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        state[name] = fake(value).requires_grad_(value.requires_grad)
+    call_args, call_kwargs = tree_map(fake, tuple(args)), tree_map(fake, dict(kwargs))
+    recorder = _Recorder(step)
+    step.parameters = {name: recorder.number(state[name]) for name, _ in model.named_parameters()}
+    step.buffers = {name: recorder.number(state[name]) for name, _ in model.named_buffers()}
+    step.inputs = [recorder.number(x) for x in tree_leaves((call_args, call_kwargs)) if isinstance(x, torch.Tensor)]
+    with torch.enable_grad(), mode, recorder, _paths_followed(model, recorder):
+        result = torch.func.functional_call(model, state, call_args, call_kwargs, tie_weights=True)
+        if loss is not None:
+            trained = {name: state[name] for name in step.parameters if state[name].requires_grad}
+            value = loss(result)
+            recorder.phase = BACKWARD
+            gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+            step.gradients = {name: recorder.number(g) for name, g in zip(trained, gradients) if g is not None}
+    return step
+
+
+__all__ = ["BACKWARD", "FORWARD", "RecordedStep", "StepCall", "record_step"]

@@ -1,0 +1,137 @@
+"""The strategies of each call over a whole mesh, by DTensor's rules.
+
+The strategies of an operator over the mesh dims are combined; a combination is left out if a dim of a tensor would be
+sharded unevenly. If the tensors that come in can be sharded in another order than left to right (a view made them so),
+the operator also has that strategy, with every tensor that has this factor sharded in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from dtensor_compile.bounded_cache import BoundedCache
+from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy, asked, strategies_on_one_dim
+from dtensor_compile.compat.dtensor.specs import StridedShard
+from dtensor_compile.compat.dtensor.step_record import StepCall
+from dtensor_compile.global_plan.equal_calls import facts_of_call
+
+#: Operators that give their input another shape without an alias.
+_RESHAPES = frozenset({"aten::_unsafe_view", "aten::reshape"})
+
+
+class Candidates:
+    """Strategies over a mesh; calls with equal facts share them.
+
+    Attributes:
+        without_rule: operators for which DTensor has no rule: they run on replicated tensors.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names
+        assert names is not None
+        self.mesh, self.shape = mesh, tuple(mesh.shape)
+        self.without_rule: set[str] = set()
+        self._dims = [mesh[name] for name in names]
+        self._single: BoundedCache[object, tuple[list[Strategy], bool]] = BoundedCache(1 << 14)
+        self._whole: BoundedCache[object, tuple[Strategy, ...]] = BoundedCache(1 << 14)
+
+    def of_tensor(self, tensor: torch.Tensor, shards: bool = True) -> tuple[Placements, ...]:
+        """Placements that a parameter or an input can have: every dim of the mesh replicates or shards evenly."""
+        options: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim if shards else 0))]
+        every = itertools.product(options, repeat=len(self.shape))
+        return tuple(placements for placements in every if self._even(tensor.shape, placements))
+
+    def of_call(self, call: StepCall, given: Sequence[tuple[Placements, ...]]) -> tuple[Strategy, ...]:
+        """The strategies of a call.
+
+        Args:
+            given: placements that each of its tensors can come with.
+        """
+        key = facts_of_call(call), tuple(given)
+        if key not in self._whole:
+            self._whole[key] = self._combined(call, given)
+        return self._whole[key]
+
+    def _combined(self, call: StepCall, given: Sequence[tuple[Placements, ...]]) -> tuple[Strategy, ...]:
+        tensors, results = tensor_leaves((call.args, call.kwargs)), tensor_leaves(call.result)
+        views = len(tensors) == 1 and is_view(call)
+        found: dict[Strategy, None] = {}
+        for combination in itertools.product(*(self._on_dim(call, i) for i in range(len(self.shape)))):
+            for factors in itertools.product(*(_orders(s, i, given) for i, s in enumerate(combination))):
+                inputs = _over_mesh([s.inputs for s in combination], factors)
+                if not all(self._even(x.shape, p) for x, p in zip(tensors, inputs)):
+                    continue
+                made = asked(call, self.mesh, inputs) if views else None
+                if views and made is None:
+                    continue
+                outputs = made.outputs if made else _over_mesh([s.outputs for s in combination], factors)
+                if all(self._even(x.shape, p) for x, p in zip(results, outputs)):
+                    found[Strategy(inputs, outputs)] = None
+        return tuple(found)
+
+    def _on_dim(self, call: StepCall, mesh_dim: int) -> list[Strategy]:
+        key = self.shape[mesh_dim], facts_of_call(call)
+        if key not in self._single:
+            self._single[key] = strategies_on_one_dim(call, self._dims[mesh_dim])
+        found, has_rule = self._single[key]
+        if not has_rule:
+            self.without_rule.add(call.name)
+        return found
+
+    def _even(self, shape: Sequence[int], placements: Placements) -> bool:
+        """Whether all ranks have shards of one size."""
+        return all(
+            size % pieces == 0 for size, pieces in zip(shape, pieces_of_dims(len(shape), placements, self.shape))
+        )
+
+
+def is_view(call: StepCall) -> bool:
+    """Whether a call gives the memory of its input other sizes or strides."""
+    schema = call.op._schema
+    return not schema.is_mutable and (
+        schema.name in _RESHAPES or any(result.alias_info is not None for result in schema.returns)
+    )
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dim that a placement shards, in whatever order; None if it shards none."""
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+
+
+def pieces_of_dims(ndim: int, placements: Placements, mesh_shape: Sequence[int]) -> list[int]:
+    """Into how many shards each tensor dim is cut."""
+    return [
+        math.prod(n for placement, n in zip(placements, mesh_shape) if sharded_dim(placement) == dim)
+        for dim in range(ndim)
+    ]
+
+
+def _orders(strategy: Strategy, mesh_dim: int, given: Sequence[tuple[Placements, ...]]) -> list[int | None]:
+    """Split factors with which what this strategy shards over `mesh_dim` can come; None for left to right."""
+    found: dict[int | None, None] = {None: None}
+    for (wanted,), possible in zip(strategy.inputs, given):
+        for placements in possible if sharded_dim(wanted) is not None else ():
+            placement = placements[mesh_dim]
+            if isinstance(placement, StridedShard) and placement.dim == sharded_dim(wanted):
+                found[int(placement.split_factor)] = None
+    return list(found)
+
+
+def _over_mesh(by_dim: Sequence[tuple[Placements, ...]], factors: Sequence[int | None]) -> tuple[Placements, ...]:
+    """Placements of each tensor over the mesh, from those over each of its dims."""
+    return tuple(
+        tuple(_ordered(placement, factor) for (placement,), factor in zip(of_tensor, factors))
+        for of_tensor in zip(*by_dim)
+    )
+
+
+def _ordered(placement: Placement, factor: int | None) -> Placement:
+    dim = sharded_dim(placement)
+    return placement if dim is None or factor is None else StridedShard(dim, split_factor=factor)

@@ -1,0 +1,121 @@
+"""Chooses placements for a step: the least time within a budget of memory, with a lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dtensor_compile.global_plan.cost_model import CostModel
+from dtensor_compile.global_plan.message_passing import solve
+
+#: Weights of hidden communication: the least cost with any of them is a lower bound on the step. Small ones are for
+#: steps in which compute takes longer. Where communication does, the weight at which both are equal is searched for.
+_COMPUTE_BOUND, _LARGEST, _SEARCHES = (0.001, 0.1), 0.999, 6
+
+#: Fraction of the seconds within which a plan that sends less is better: what is hidden still shares memory and cores.
+_AS_FAST = 0.005
+
+#: Gap of one search at which it ends, and searches for a price of memory.
+_TOLERANCE, _PRICES = 1e-3, 10
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice for each variable.
+
+    Attributes:
+        choice: per variable of the model.
+        compute, exposed, hidden: seconds of a step: of compute, of communication in its way, and of communication
+            beside it.
+        memory: bytes of parameters, gradients, optimizer states, and of what the backward pass needs.
+        sent: bytes that a rank sends in a step.
+        bound: seconds that no choice within the budget goes below.
+        fits: whether the memory is within the budget.
+    """
+
+    choice: tuple[int, ...]
+    compute: float
+    exposed: float
+    hidden: float
+    memory: float
+    sent: float
+    bound: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of a step."""
+        return self.exposed + max(self.compute, self.hidden)
+
+    @property
+    def gap(self) -> float:
+        """How much less than `seconds` the best could take, as a fraction of it."""
+        return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
+
+
+def choose_placements(model: CostModel, budget: float | None = None) -> Choice:
+    """The choice with the least seconds of a step whose memory is within the budget.
+
+    If none is found within it, the one with the least memory; `Choice.fits` says so.
+
+    Args:
+        model: of the step.
+        budget: bytes a rank may hold; None for no limit.
+    """
+    found: list[Choice] = []
+    bound = 0.0
+    low, high = _COMPUTE_BOUND[-1], _LARGEST
+    for search in range(len(_COMPUTE_BOUND) + _SEARCHES):
+        hiding = _COMPUTE_BOUND[search] if search < len(_COMPUTE_BOUND) else (low + high) / 2
+        choices, least = _within(model, hiding, budget)
+        found += choices
+        bound = max(bound, least)
+        best = _best(found)
+        if best.seconds - bound <= _TOLERANCE * best.seconds:
+            break
+        if search >= len(_COMPUTE_BOUND) - 1 and all(choice.hidden <= choice.compute for choice in found):
+            break
+        low, high = (hiding, high) if choices[-1].hidden > choices[-1].compute else (low, hiding)
+    return replace(best, bound=min(bound, best.seconds))
+
+
+def _best(found: Sequence[Choice]) -> Choice:
+    fitting = [choice for choice in found if choice.fits]
+    if fitting:
+        limit = min(choice.seconds for choice in fitting) * (1.0 + _AS_FAST)
+        return min((choice for choice in fitting if choice.seconds <= limit), key=lambda choice: choice.sent)
+    return min(found, key=lambda choice: choice.memory)
+
+
+def _within(model: CostModel, hiding: float, budget: float | None) -> tuple[list[Choice], float]:
+    """Choices for prices of memory between which the budget is met, and the best lower bound (Lagrangian)."""
+    first, bound = _at_price(model, hiding, 0.0, budget)
+    found = [first]
+    if budget is None or first.fits:
+        return found, bound
+    low, high = 0.0, None
+    price = first.seconds / budget
+    for _ in range(_PRICES):
+        choice, least = _at_price(model, hiding, price, budget)
+        found.append(choice)
+        bound = max(bound, least - price * budget)
+        if choice.fits:
+            high = price
+        else:
+            low = price
+        price = price * 8.0 if high is None else float(np.sqrt(max(low, high * 1e-3) * high))
+    return found, bound
+
+
+def _at_price(model: CostModel, hiding: float, price: float, budget: float | None) -> tuple[Choice, float]:
+    order = model.order()
+    solution = solve(model.problem(hiding, price), _TOLERANCE)
+    choice = [0] * len(order)
+    for i, x in zip(order, solution.choice):
+        choice[i] = x
+    compute, exposed, hidden, memory = map(float, model.parts(choice))
+    fits = budget is None or memory <= budget
+    made = Choice(tuple(choice), compute, exposed, hidden, memory, model.sent(choice), 0.0, fits)
+    return made, solution.bound

@@ -1,0 +1,163 @@
+"""Costs of pairs of variables: redistributions from what one makes to what the other wants."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch.distributed.tensor import Replicate
+
+from dtensor_compile.compat.dtensor.operator_strategies import Placements
+from dtensor_compile.compat.dtensor.step_record import BACKWARD, FORWARD
+from dtensor_compile.global_plan.cost_model import Variable
+from dtensor_compile.global_plan.step_variables import StepVariables, TensorSource
+
+
+class _Use(NamedTuple):
+    """A tensor in one phase: its source, size, and the calls that use it, with the places of their arguments."""
+
+    variable: int
+    place: int
+    size: int
+    forward: bool
+    hidden: bool
+    users: tuple[tuple[int, int], ...]
+
+
+class _Connections:
+    def __init__(self, variables: StepVariables) -> None:
+        self.variables, self.model = variables, variables.model
+        self.step, self.costs = variables.step, variables.costs
+
+    def add(self) -> None:
+        """Pairs of variables: calls with what they use, gradients with their parameters."""
+        users: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+        for call, variable in zip(self.step.calls, self.variables.of_call):
+            for place, number in enumerate(call.inputs):
+                users[number, call.phase].append((variable, place))
+        groups: Counter[_Use] = Counter()
+        example: dict[_Use, int] = {}
+        for (number, phase), using in users.items():
+            source, tensor = self.variables.sources[number], self.step.tensors[number]
+            size = tensor.numel() * tensor.element_size()
+            hidden = number in self.variables.only_parameters
+            use = _Use(source.variable, source.place, size, phase == FORWARD, hidden, tuple(using))
+            groups[use] += 1
+            example[use] = number
+        for use, count in groups.items():
+            self._connect(example[use], use, count)
+        self._add_gradients()
+        self._add_results()
+
+    def _connect(self, number: int, use: _Use, count: int) -> None:
+        source, using, hidden = self.variables.sources[number], use.users, use.hidden
+        wanted = [self._wanted(variable, place) for variable, place in using]
+        if len(using) > 1:
+            shared = self._shared(source, wanted, use, count)
+            if shared is not None:
+                variable, first, second = shared
+                for (user, _), want in zip(using, wanted):
+                    self._pair(variable, user, self._from_either(first, second, want, use.size), count, hidden)
+                return
+        for (user, _), want in zip(using, wanted):
+            self._pair(source.variable, user, self.costs.between(source.placements, want, use.size), count, hidden)
+
+    def _wanted(self, variable: int, place: int) -> np.ndarray:
+        """Numbers of the placements in which the strategies of a call want an argument."""
+        return self.costs.codes(strategy.inputs[place] for strategy in self.variables.strategies[variable])
+
+    def _shared(
+        self, source: TensorSource, wanted: Sequence[np.ndarray], use: _Use, count: int
+    ) -> tuple[int, np.ndarray, np.ndarray] | None:
+        """A variable for a tensor that several calls use, and numbers of the placements of its choices: those in which
+        it comes, and those in which it is made available besides."""
+        have = np.unique(source.placements)
+        users = sum(np.isin(np.arange(len(self.costs.placements)), want).astype(int) for want in wanted)
+        common = np.flatnonzero(users > 1)
+        seconds, sent = self.costs.between(have, common, use.size)
+        pays = np.isfinite(seconds) & (sent > 0) & self._near(have, common)
+        if not pays.any():
+            return None
+        rows, columns = np.nonzero(pays)
+        first, second = np.concatenate([have, have[rows]]), np.concatenate([have, common[columns]])
+        took, bytes_sent = (np.concatenate([np.zeros(len(have)), cost[pays]]) for cost in (seconds, sent))
+        owner, names = self.model.variables[source.variable], self.costs.placements
+        pairs = [(names[p], names[q]) for p, q in zip(first, second)]
+        phase = FORWARD if use.forward else BACKWARD
+        made = Variable("shared", owner.name, owner.module, phase, pairs, count, self._first_use(use))
+        variable = self.model.add(made)
+        matches = source.placements[:, None] == first[None, :]
+        costs = np.where(matches, took, math.inf), np.where(matches, bytes_sent, 0.0)
+        self._pair(source.variable, variable, costs, count, use.hidden)
+        return variable, first, second
+
+    def _near(self, have: np.ndarray, want: np.ndarray) -> np.ndarray:
+        """Whether a change of placements is one that calls share: to replicated or from partial over any mesh dims, or
+        of one mesh dim."""
+        names = self.costs.placements
+        return np.array([[_is_near(names[p], names[q]) for q in want] for p in have], bool).reshape(
+            len(have), len(want)
+        )
+
+    def _first_use(self, use: _Use) -> float:
+        return min(self.model.variables[user].at for user, _ in use.users) - 0.25
+
+    def _from_either(
+        self, first: np.ndarray, second: np.ndarray, want: np.ndarray, size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The cheaper way: from how a tensor comes, or from what it is made available as, by slices of it alone."""
+        seconds, sent = self.costs.between(first, want, size)
+        other, other_sent = self.costs.between(second, want, size)
+        better = (other_sent == 0) & (other < seconds)
+        return np.where(better, other, seconds), np.where(better, other_sent, sent)
+
+    def _pair(self, i: int, j: int, costs: tuple[np.ndarray, np.ndarray], count: int, hidden: bool) -> None:
+        self.model.add_pair(i, j, count * costs[0], count * costs[1], hidden)
+
+    def _add_gradients(self) -> None:
+        counts: Counter[tuple[int, int, int]] = Counter()
+        example: dict[tuple[int, int, int], str] = {}
+        for name, number in self.step.gradients.items():
+            key = (
+                self.variables.sources[number].variable,
+                self.variables.sources[number].place,
+                self.variables.of_tensor[self.step.parameters[name]],
+            )
+            counts[key] += 1
+            example[key] = name
+        for key, count in counts.items():
+            number = self.step.gradients[example[key]]
+            tensor, parameter = self.step.tensors[number], self.variables.sources[self.step.parameters[example[key]]]
+            size = tensor.numel() * tensor.element_size()
+            costs = self.costs.between(self.variables.sources[number].placements, parameter.placements, size)
+            self._pair(key[0], key[2], costs, count, True)
+
+    def _add_results(self) -> None:
+        """What the model returns: not partial, so that the program can use it as it is."""
+        for number in dict.fromkeys(self.step.results.get("", ())):
+            source, tensor = self.variables.sources[number], self.step.tensors[number]
+            made = [self.costs.placements[code] for code in np.unique(source.placements)]
+            choices = [placements for placements in made if not _partial(placements)]
+            replicated: Placements = (Replicate(),) * len(self.costs.mesh_shape)
+            choices = list(dict.fromkeys([*choices, replicated]))
+            variable = self.model.add(Variable("result", "", "", FORWARD, choices, 1, len(self.variables.of_call)))
+            size = tensor.numel() * tensor.element_size()
+            costs = self.costs.between(source.placements, self.costs.codes(choices), size)
+            self._pair(source.variable, variable, costs, 1, False)
+
+
+def _partial(placements: Placements) -> bool:
+    return any(p.is_partial() for p in placements)
+
+
+def _is_near(before: Placements, after: Placements) -> bool:
+    changed = [(p, q) for p, q in zip(before, after) if p != q]
+    return len(changed) == 1 or all(q.is_replicate() or p.is_partial() for p, q in changed)
+
+
+def connect_calls(variables: StepVariables) -> None:
+    """Adds the costs of pairs of variables to their model."""
+    _Connections(variables).add()

@@ -1,0 +1,157 @@
+"""What a choice of placements costs: the variables of a step, and the costs of their choices and of pairs of them.
+
+Variables:
+
+- a parameter or an input: its placements. A parameter costs memory: itself, its gradient, its optimizer states.
+- a class of equal calls: one of its strategies. It costs the seconds of the roofline on shards, and the memory of what
+  it makes in the forward pass for the backward pass.
+- a result of the model: placements that are not partial, for the program to use.
+- a tensor that several calls use, once for each phase: the placements in which it comes and a second one in which it is
+  made available to all of them, so that calls share a redistribution.
+
+Pairs: the redistribution from what a variable makes to what the other wants, in seconds, times the number of calls; of
+a gradient, to the placements of its parameter. A redistribution of a parameter alone, or of a gradient to its
+parameter, can be hidden behind compute; all others are in the way of it:
+
+    step = exposed + max(compute, hidden)
+
+with ``compute``, ``exposed`` and ``hidden`` the sums over the step. It is a lower bound on what a schedule can reach,
+and what `choose_placements` minimizes; memory has a price per byte beyond the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
+
+#: Numbers of the parts of a cost.
+COMPUTE, EXPOSED, HIDDEN, MEMORY = range(4)
+
+
+@dataclass
+class Variable:
+    """Something that has a choice.
+
+    Attributes:
+        kind: ``"parameter"``, ``"buffer"``, ``"input"``, ``"constant"``, ``"call"``, ``"shared"`` or ``"result"``.
+        name: of a parameter or input; of a call its operator.
+        module: path of its module, with ``*`` for equal blocks.
+        phase: of a call or a shared tensor.
+        choices: placements of a parameter or input; strategies of a call; pairs of placements of a shared tensor.
+        count: tensors or calls of this class.
+        at: position in the step, for the order in which messages are passed.
+    """
+
+    kind: str
+    name: str
+    module: str
+    phase: str
+    choices: Sequence[Placements | Strategy | tuple[Placements, Placements]]
+    count: int = 1
+    at: float = 0.0
+
+
+@dataclass
+class PairCost:
+    """Costs of a pair of variables.
+
+    Attributes:
+        exposed, hidden: seconds of redistributions that are in the way of compute, and of those that are not.
+        sent: bytes that a rank sends.
+    """
+
+    exposed: np.ndarray
+    hidden: np.ndarray
+    sent: np.ndarray
+
+
+@dataclass
+class CostModel:
+    """Variables in the order of the step, and their costs.
+
+    Attributes:
+        variables: all of them.
+        compute, memory: per variable, seconds and bytes of its choices.
+        pairs: by numbers of variables, the first smaller.
+    """
+
+    variables: list[Variable] = field(default_factory=list)
+    compute: list[np.ndarray] = field(default_factory=list)
+    memory: list[np.ndarray] = field(default_factory=list)
+    pairs: dict[tuple[int, int], PairCost] = field(default_factory=dict)
+
+    def add(self, variable: Variable) -> int:
+        """Adds a variable without costs; returns its number."""
+        self.variables.append(variable)
+        self.compute.append(np.zeros(len(variable.choices)))
+        self.memory.append(np.zeros(len(variable.choices)))
+        return len(self.variables) - 1
+
+    def add_pair(self, i: int, j: int, seconds: np.ndarray, sent: np.ndarray, hidden: bool) -> None:
+        """Adds costs ``[choice of i, choice of j]``; of a variable with itself, to its own."""
+        if i > j:
+            i, j, seconds, sent = j, i, seconds.T, sent.T
+        zero = np.zeros((len(self.variables[i].choices), len(self.variables[j].choices)))
+        known = self.pairs.setdefault((i, j), PairCost(zero, zero, zero))
+        if hidden:
+            known.hidden = known.hidden + seconds
+        else:
+            known.exposed = known.exposed + seconds
+        known.sent = known.sent + sent
+
+    def parts(self, choice: Sequence[int]) -> np.ndarray:
+        """Seconds of compute, exposed and hidden communication, and bytes of memory, of a choice for each variable."""
+        total = np.zeros(4)
+        for x, compute, memory in zip(choice, self.compute, self.memory):
+            total[COMPUTE] += compute[x]
+            total[MEMORY] += memory[x]
+        for (i, j), pair in self.pairs.items():
+            total[EXPOSED] += pair.exposed[choice[i], choice[j]]
+            total[HIDDEN] += pair.hidden[choice[i], choice[j]]
+        return total
+
+    def sent(self, choice: Sequence[int]) -> float:
+        """Bytes that a rank sends in a step."""
+        return float(sum(pair.sent[choice[i], choice[j]] for (i, j), pair in self.pairs.items()))
+
+    def problem(self, hiding: float, price: float) -> PairwiseProblem:
+        """The problem, in the order of `order`, with ``(1 - hiding) * compute + exposed + hiding * hidden + price *
+        memory`` as its cost.
+
+        Args:
+            hiding: between 0 and 1; for each value the least cost is a lower bound on the step.
+            price: seconds for a byte of memory.
+        """
+        own = [(1.0 - hiding) * compute + price * memory for compute, memory in zip(self.compute, self.memory)]
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        places = {i: place for place, i in enumerate(self.order())}
+        for (i, j), pair in self.pairs.items():
+            costs = _finite(pair.exposed + hiding * pair.hidden)
+            if i == j:
+                own[i] = own[i] + costs.diagonal()
+            elif places[i] < places[j]:
+                pairs[places[i], places[j]] = costs
+            else:
+                pairs[places[j], places[i]] = costs.T
+        return PairwiseProblem([own[i] for i in self.order()], pairs)
+
+    def order(self) -> list[int]:
+        """Numbers of the variables in the order of the step, as `problem` has them."""
+        return sorted(range(len(self.variables)), key=lambda i: (self.variables[i].at, i))
+
+
+def _finite(costs: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(costs), np.minimum(costs, IMPOSSIBLE), IMPOSSIBLE)
+
+
+def local_bytes(tensor: torch.Tensor, placements: Placements, mesh_shape: Sequence[int]) -> float:
+    """Bytes of the local tensor of a rank under placements that shard evenly."""
+    pieces = math.prod(n for p, n in zip(placements, mesh_shape) if p.is_shard() or hasattr(p, "split_factor"))
+    return tensor.numel() * tensor.element_size() / pieces

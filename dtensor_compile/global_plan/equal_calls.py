@@ -1,0 +1,61 @@
+"""Calls of equal blocks, found by their modules: one choice of placements serves all calls of a class.
+
+Two calls are of one class if their modules' paths differ in indices only (``blocks.0.attention`` and
+``blocks.7.attention``), they are the same in order in their module and phase, and their operators and arguments are
+equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.dtensor.step_record import RecordedStep, StepCall
+
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+
+
+def pattern(path: str) -> str:
+    """A path with ``*`` in place of indices: ``blocks.3.attention`` -> ``blocks.*.attention``."""
+    return _INDEX.sub(".*", path)
+
+
+def facts(value: Any) -> Hashable:
+    """Everything of an argument that the rule of an operator can depend on."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(facts, value))
+    if isinstance(value, Mapping):
+        return tuple((key, facts(item)) for key, item in value.items())
+    return type(value), str(value)
+
+
+def facts_of_call(call: StepCall) -> Hashable:
+    """`facts` of an operator and its arguments."""
+    return call.op, facts(call.args), facts(call.kwargs)
+
+
+def classes_of_calls(step: RecordedStep) -> list[int]:
+    """The class of each call, numbered in the order of their first calls."""
+    seen: Counter[tuple[str, str]] = Counter()
+    classes: dict[Hashable, int] = {}
+    found = []
+    for call in step.calls:
+        place = seen[call.module, call.phase]
+        seen[call.module, call.phase] += 1
+        key = pattern(call.module), call.phase, place, facts_of_call(call)
+        found.append(classes.setdefault(key, len(classes)))
+    return found
+
+
+def classes_of_tensors(step: RecordedStep, names: Mapping[str, int]) -> dict[str, str]:
+    """The name of the class of each named tensor: its pattern, if tensors of that pattern have equal facts."""
+    kinds: dict[str, set[Hashable]] = {}
+    for name, number in names.items():
+        kinds.setdefault(pattern(name), set()).add(facts(step.tensors[number]))
+    return {name: pattern(name) if len(kinds[pattern(name)]) == 1 else name for name in names}

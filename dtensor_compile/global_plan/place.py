@@ -1,0 +1,259 @@
+"""Placements of the parameters and inputs of a model, chosen for a whole training step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from dtensor_compile.capture.sharding_rules import rules_anywhere
+from dtensor_compile.compat import pytree
+from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
+from dtensor_compile.compat.dtensor.step_record import RecordedStep, record_step
+from dtensor_compile.errors import MeshError, PlacementError
+from dtensor_compile.global_plan.candidates import Candidates, pieces_of_dims
+from dtensor_compile.global_plan.choose_placements import Choice, choose_placements
+from dtensor_compile.global_plan.connect_calls import connect_calls
+from dtensor_compile.global_plan.equal_calls import pattern
+from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
+from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
+from dtensor_compile.ir.mesh import mesh_layout
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.topology.files import topology as read_topology
+from dtensor_compile.topology.links import CLUSTERS, Cluster
+from dtensor_compile.topology.network import network_of, plans_for
+
+#: The cluster that is assumed for a type of device if none is named.
+_ASSUMED = {"cuda": "h100", "cpu": "cpu-loopback"}
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Placements for a step.
+
+    Attributes:
+        mesh: of the placements.
+        parameters: placements of each parameter, by name.
+        inputs: placements of each tensor among the arguments, in the order of their leaves.
+        choice: estimates of time, memory and bytes, and the bound.
+        budget: bytes that a rank may hold; None for no limit.
+        step: the step as recorded.
+        variables: its variables, with all choices that there were.
+        without_rule: operators for which DTensor has no rule: they run on replicated tensors.
+    """
+
+    mesh: DeviceMesh
+    parameters: Mapping[str, Placements]
+    inputs: Sequence[Placements]
+    choice: Choice
+    budget: float | None
+    step: RecordedStep = field(repr=False)
+    variables: StepVariables = field(repr=False)
+    without_rule: frozenset[str] = frozenset()
+
+    @property
+    def results(self) -> dict[str, Placements]:
+        """Placements in which the first result of each module is made, by pattern of paths (``blocks.*.mlp``)."""
+        made = {x: (i, place) for i, call in enumerate(self.step.calls) for place, x in enumerate(call.outputs)}
+        found: dict[str, Placements] = {}
+        for path, numbers in self.step.results.items():
+            if numbers and numbers[0] in made:
+                call, place = made[numbers[0]]
+                found.setdefault(pattern(path), self.strategy(call).outputs[place])
+        return found
+
+    def strategy(self, call: int) -> Strategy:
+        """The strategy that was chosen for a call of the step."""
+        variable = self.variables.of_call[call]
+        chosen = self.variables.model.variables[variable].choices[self.choice.choice[variable]]
+        assert isinstance(chosen, Strategy)
+        return chosen
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Makes the parameters of `model` DTensors with these placements, in place; returns the model.
+
+        Every rank must hold the same full parameters. Nothing is sent.
+
+        Raises:
+            PlacementError: the model has no parameter of a name that the plan has, or one of other sizes.
+        """
+        made: dict[int, nn.Parameter] = {}
+        for name, placements in self.parameters.items():
+            owner_path, _, leaf = name.rpartition(".")
+            try:
+                parameter = model.get_parameter(name)
+            except AttributeError as error:
+                raise PlacementError(f"the plan has placements for {name}, which the model has not") from error
+            planned = self.step.tensors[self.step.parameters[name]].shape
+            if parameter.shape != planned:
+                raise PlacementError(
+                    f"{name} has sizes {tuple(parameter.shape)}, and was planned with {tuple(planned)}"
+                )
+            if isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in made:
+                placed = distribute_tensor(parameter.data, self.mesh, placements, src_data_rank=None)
+                made[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            setattr(model.get_submodule(owner_path), leaf, made[id(parameter)])
+        return model
+
+    def distribute_inputs(self, args: Any) -> Any:
+        """The arguments with their tensors as DTensors in these placements; every rank must hold the same ones."""
+        leaves, structure = pytree.tree_flatten(args)
+        placements = iter(self.inputs)
+        placed = [
+            distribute_tensor(leaf, self.mesh, next(placements), src_data_rank=None)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        return pytree.tree_unflatten(placed, structure)
+
+
+def place(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    inputs: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    memory: float | None = None,
+    topology: str | os.PathLike[str] | Cluster | None = None,
+    states: float = 3.0,
+    fixed: Mapping[str, Sequence[Placement]] | None = None,
+) -> PlacementPlan:
+    """Chooses placements of parameters and inputs for a training step, with the least estimated time.
+
+    The step is traced on fake tensors of global shape. For every operator, all strategies of DTensor's rules on every
+    mesh dim are weighed: their compute on shards, the redistributions between them as the planner plans them over the
+    links, and the memory that parameters, gradients, optimizer states and saved activations take. Calls of equal blocks
+    have equal placements. All ranks choose the same.
+
+    Args:
+        model: on any device (``meta`` takes no memory). Parameters that are DTensors stay as they are.
+        mesh: with named dims. Its process group may be a simulated one (`dtensor_compile.offline.job`).
+        inputs: a tensor, a tuple of arguments, or a dict of them. DTensors stay as they are.
+        loss: of the model's result, from which the backward pass starts; the sum of its floating-point tensors if None.
+        memory: bytes that a rank may hold.
+        topology: name or file of a cluster, as the option of the backend; an H100 cluster for ``cuda`` and one host for
+            ``cpu`` if None.
+        states: bytes of gradient and optimizer states for each byte of a trained parameter: 3 for Adam.
+        fixed: placements by name of a parameter or buffer, or by number of an input (``"0"``), that stay.
+
+    Returns:
+        The plan. ``plan.choice.fits`` is False if no plan within `memory` was found; it is the one with the least
+        memory then.
+
+    Raises:
+        MeshError: the mesh has no names.
+        PlacementError: a fixed placement names nothing, or contradicts a DTensor.
+    """
+    if mesh.mesh_dim_names is None:
+        raise MeshError("place() needs a mesh with names: init_device_mesh(..., mesh_dim_names=(...))")
+    args, kwargs = _call(inputs)
+    kept = _fixed(model, mesh, (args, kwargs), fixed or {})
+    on = torch.device(mesh.device_type) if mesh.device_type != "cuda" else None
+    step = record_step(model, args, kwargs, loss or sum_of_results, on)
+    return plan_step(step, mesh, _cluster(topology, mesh), states=states, fixed=kept, memory=memory)
+
+
+def plan_step(
+    step: RecordedStep,
+    mesh: DeviceMesh,
+    cluster: Cluster,
+    *,
+    states: float = 3.0,
+    fixed: Mapping[str, Placements],
+    memory: float | None = None,
+) -> PlacementPlan:
+    """The plan of a recorded step; arguments are as those of `place`."""
+    without_rule: set[str] = set()
+    with rules_anywhere(), plans_for(cluster), fallback_reports(without_rule.add):
+        candidates = Candidates(mesh)
+        costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
+        variables = StepVariables(step, candidates, costs, CostSettings(cluster.device, states, fixed))
+        connect_calls(variables)
+    choice = choose_placements(variables.model, memory)
+
+    def chosen(number: int) -> Placements:
+        variable = variables.of_tensor[number]
+        return cast("Placements", variables.model.variables[variable].choices[choice.choice[variable]])
+
+    return PlacementPlan(
+        mesh,
+        {name: chosen(number) for name, number in step.parameters.items()},
+        [chosen(number) for number in step.inputs],
+        choice,
+        memory,
+        step,
+        variables,
+        frozenset(without_rule | candidates.without_rule),
+    )
+
+
+def sum_of_results(result: Any) -> torch.Tensor:
+    """The sum of the floating-point tensors of a result."""
+    found = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not found:
+        raise PlacementError("no result of the model requires a gradient: give place() a loss")
+    return torch.stack([x.float().sum() for x in found]).sum() if len(found) > 1 else found[0].sum()
+
+
+def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _cluster(topology: str | os.PathLike[str] | Cluster | None, mesh: DeviceMesh) -> Cluster:
+    if isinstance(topology, Cluster):
+        return topology
+    return CLUSTERS[_ASSUMED.get(mesh.device_type, "h100")] if topology is None else read_topology(topology)
+
+
+def _fixed(
+    model: nn.Module, mesh: DeviceMesh, arguments: Any, asked: Mapping[str, Sequence[Placement]]
+) -> dict[str, Placements]:
+    """Placements that stay: those asked for, and those of DTensors."""
+    inputs = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors.update({str(i): x for i, x in enumerate(inputs)})
+    unknown = sorted(asked.keys() - tensors.keys())
+    if unknown:
+        raise PlacementError(f"fixed placements for {unknown[0]!r}, which is no parameter, buffer or input")
+    kept: dict[str, Placements] = {}
+    for name, tensor in tensors.items():
+        placements = tuple(asked[name]) if name in asked else None
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh != mesh:
+                raise PlacementError(f"{name} is a DTensor over another mesh than the one to plan for")
+            if placements is not None and placements != tensor.placements:
+                raise PlacementError(
+                    f"{name} is fixed to {spec_text(placements)}, and is a DTensor with {spec_text(tensor.placements)}"
+                )
+            placements = tuple(tensor.placements)
+        if placements is not None:
+            kept[name] = _checked(name, tensor, placements, mesh)
+    return kept
+
+
+def _checked(name: str, tensor: torch.Tensor, placements: Placements, mesh: DeviceMesh) -> Placements:
+    if len(placements) != mesh.ndim:
+        raise PlacementError(f"{name} is fixed to {spec_text(placements)}, and the mesh has {mesh.ndim} dims")
+    pieces = pieces_of_dims(tensor.ndim, placements, tuple(mesh.shape))
+    for dim, (size, n) in enumerate(zip(tensor.shape, pieces)):
+        if size % n:
+            raise PlacementError(
+                f"{name} is fixed to {spec_text(placements)}, which cuts dim {dim} of {size} into {n}: plans are for "
+                "even shards"
+            )
+    return placements
+
+
+__all__ = ["PlacementPlan", "place", "sum_of_results"]

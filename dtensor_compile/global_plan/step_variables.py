@@ -1,0 +1,169 @@
+"""The variables of a recorded step, with the seconds and the memory of their choices; pairs are `connect_calls`'s."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import Replicate
+
+from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.compat.dtensor.step_record import BACKWARD, FORWARD, RecordedStep, StepCall
+from dtensor_compile.global_plan.candidates import Candidates, is_view, sharded_dim
+from dtensor_compile.global_plan.cost_model import CostModel, Variable, local_bytes
+from dtensor_compile.global_plan.equal_calls import classes_of_calls, classes_of_tensors, pattern
+from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
+from dtensor_compile.graph.node_costs import flops_of_call, kind_of_call
+from dtensor_compile.topology.links import Device, compute_seconds
+
+
+@dataclass(frozen=True)
+class CostSettings:
+    """What the costs of a step depend on besides its calls.
+
+    Attributes:
+        device: that computes.
+        states: bytes of gradient and optimizer states for each byte of a parameter.
+        fixed: placements of parameters, buffers and inputs (``"0"``, ``"1"``, ...) that stay as they are.
+    """
+
+    device: Device
+    states: float = 3.0
+    fixed: Mapping[str, Placements] = field(default_factory=dict)
+
+
+@dataclass
+class TensorSource:
+    """Where a tensor comes from: a variable, which of its results, and the numbers of the placements of each choice."""
+
+    variable: int
+    place: int
+    placements: np.ndarray
+
+
+class StepVariables:
+    """Variables of one step, in `model`.
+
+    Attributes:
+        of_call: per call its variable.
+        of_tensor: of parameters and inputs, by number of the tensor, their variable.
+        sources: of each tensor, by its number.
+        strategies: of calls, by variable.
+        only_parameters: numbers of tensors that are computed from parameters alone.
+    """
+
+    def __init__(
+        self, step: RecordedStep, candidates: Candidates, costs: RedistributionCosts, settings: CostSettings
+    ) -> None:
+        self.step, self.candidates, self.costs, self.settings = step, candidates, costs, settings
+        self.model = CostModel()
+        self.of_call: list[int] = []
+        self.of_tensor: dict[int, int] = {}
+        self.sources: dict[int, TensorSource] = {}
+        self.strategies: dict[int, Sequence[Strategy]] = {}
+        self.only_parameters: set[int] = set()
+        self._add_given()
+        self._add_calls()
+
+    def _add_given(self) -> None:
+        """Variables of parameters, buffers and inputs. Buffers are replicated, unless they are fixed otherwise."""
+        step = self.step
+        inputs = {str(i): number for i, number in enumerate(step.inputs)}
+        for kind, names in (("parameter", step.parameters), ("buffer", step.buffers), ("input", inputs)):
+            classes = classes_of_tensors(step, names)
+            counts = Counter(classes.values())
+            known: dict[str, int] = {}
+            for name, number in names.items():
+                fixed = self.settings.fixed.get(name)
+                key = classes[name] if fixed is None else name
+                if key not in known:
+                    tensor = step.tensors[number]
+                    choices = (fixed,) if fixed else self.candidates.of_tensor(tensor, kind != "buffer")
+                    count = counts[key] if fixed is None else 1
+                    known[key] = self.model.add(Variable(kind, key, key.rpartition(".")[0], FORWARD, choices, count))
+                    if kind == "parameter":
+                        self._add_state(known[key], tensor, choices, count)
+                self._given(number, known[key], self.model.variables[known[key]].choices, kind == "parameter")
+
+    def _add_state(self, variable: int, tensor: torch.Tensor, choices: Sequence[Placements], count: int) -> None:
+        whole = 1.0 + (self.settings.states if tensor.requires_grad else 0.0)
+        held = [local_bytes(tensor, placements, self.costs.mesh_shape) for placements in choices]
+        self.model.memory[variable] += count * whole * np.array(held)
+
+    def _given(self, number: int, variable: int, choices: Any, is_parameter: bool) -> None:
+        self.of_tensor[number] = variable
+        self.sources[number] = TensorSource(variable, 0, self.costs.codes(choices))
+        if is_parameter:
+            self.only_parameters.add(number)
+
+    def _add_calls(self) -> None:
+        """Variables of classes of calls, and the seconds of their strategies."""
+        classes = classes_of_calls(self.step)
+        counts = Counter(classes)
+        variables: dict[int, int] = {}
+        saved = self._saved()
+        for call, number in zip(self.step.calls, classes):
+            if number not in variables:
+                given = tuple(self._placements(x) for x in call.inputs)
+                strategies = self.candidates.of_call(call, given)
+                at = len(self.of_call)
+                for source in (self.sources[x].variable for x in call.inputs):
+                    if self.model.variables[source].kind != "call" and self.model.variables[source].at == 0:
+                        self.model.variables[source].at = at - 0.5
+                made = Variable("call", call.name, pattern(call.module), call.phase, strategies, counts[number], at)
+                variables[number] = self.model.add(made)
+                self.strategies[variables[number]] = strategies
+                self._add_work(variables[number], call, counts[number])
+            variable = variables[number]
+            self.of_call.append(variable)
+            if all(x in self.only_parameters for x in call.inputs) and call.inputs:
+                self.only_parameters.update(call.outputs)
+            for place, output in enumerate(call.outputs):
+                made_in = [strategy.outputs[place] for strategy in self.strategies[variable]]
+                self.sources[output] = TensorSource(variable, place, self.costs.codes(made_in))
+                if output in saved:
+                    held = [local_bytes(self.step.tensors[output], p, self.costs.mesh_shape) for p in made_in]
+                    self.model.memory[variable] += np.array(held)
+
+    def _placements(self, number: int) -> tuple[Placements, ...]:
+        """The placements in which a tensor can come; tensors from elsewhere, such as constants, are replicated."""
+        if number not in self.sources:
+            replicated: Placements = (Replicate(),) * len(self.costs.mesh_shape)
+            variable = self.model.add(Variable("constant", str(number), "", FORWARD, (replicated,)))
+            self.sources[number] = TensorSource(variable, 0, self.costs.codes([replicated]))
+        return tuple(self.costs.placements[code] for code in np.unique(self.sources[number].placements))
+
+    def _add_work(self, variable: int, call: StepCall, count: int) -> None:
+        device, mesh_shape = self.settings.device, self.costs.mesh_shape
+        if is_view(call):
+            return
+        flops, kind = flops_of_call(call.op, call.args, call.result, call.kwargs), ""
+        if flops:
+            kind = kind_of_call(call.op, call.args, call.kwargs)
+        tensors, results = tensor_leaves((call.args, call.kwargs)), tensor_leaves(call.result)
+        took = []
+        for strategy in self.strategies[variable]:
+            placed = [*zip(tensors, strategy.inputs), *zip(results, strategy.outputs)]
+            moved = sum(local_bytes(tensor, placements, mesh_shape) for tensor, placements in placed)
+            shared = math.prod(
+                n for i, n in enumerate(mesh_shape) if any(sharded_dim(p[i]) is not None for _, p in placed)
+            )
+            itemsize = results[0].element_size()
+            took.append(compute_seconds(device, flops // shared, int(moved), itemsize, fused=not flops, kind=kind))
+        self.model.compute[variable] += count * np.array(took)
+
+    def _saved(self) -> set[int]:
+        """Tensors of the forward pass that the backward pass reads; of views of one memory, the first."""
+        made = {x: call for call in self.step.calls if call.phase == FORWARD for x in call.outputs}
+        memory: dict[int, int] = {}
+        for call in self.step.calls:
+            for x in call.inputs if call.phase == BACKWARD else ():
+                if x in made:
+                    memory.setdefault(self.step.tensors[x].untyped_storage()._cdata, x)
+        return set(memory.values())
