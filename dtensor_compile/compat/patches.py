@@ -169,7 +169,7 @@ class Feature:
     scope: tuple[str, str] = ("", "")
     module: str = ""
     _known: dict[Hook, str | None] = field(default_factory=dict)
-    _told: bool = False
+    _warned: bool = False
 
     def __post_init__(self) -> None:
         """Checks hooks of imported modules now, because scopes may replace some later; others when the feature is first
@@ -210,9 +210,9 @@ class Feature:
         )
         if self.essential:
             raise UnsupportedTorchError(text)
-        if not self._told:
+        if not self._warned:
             warnings.warn(text, MissingHookWarning, stacklevel=3)
-        self._told = True
+        self._warned = True
         return False
 
 
@@ -245,7 +245,7 @@ def warn_of_untried_release() -> None:
         stacklevel=2,
     )
     for name in off:
-        FEATURES[name]._told = True
+        FEATURES[name]._warned = True
 
 
 @contextlib.contextmanager

@@ -133,15 +133,15 @@ def heed_aliases(
     inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     asynchronous = bool(async_inputs(inputs))
 
-    said = False
+    reported = False
 
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
-        nonlocal said
+        nonlocal reported
         if not shares_memory(args, asynchronous):
             return compiled(*args)
-        if not said:
-            said = True
+        if not reported:
+            reported = True
             decided([_runs_in_eager(communication())])
         return gm(*args)
 

@@ -52,7 +52,7 @@ class StepMemory:
     """Memory of one rank over a step, once the optimizer has its states.
 
     Attributes:
-        kinds: what memory is told apart by.
+        kinds: by which memory is broken down.
         over_time: at the points where it changes.
         peak: bytes that are allocated at most; `peak_of_kinds` are those of each kind at that point.
         peak_where, peak_module: the user's line and the module of the request at that point.

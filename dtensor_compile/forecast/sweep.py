@@ -106,7 +106,7 @@ def _with_sizes(mesh: Mesh, settings: Mapping[str, str]) -> Mesh:
 
 
 def run_sweep(
-    combined: Sequence[Swept], command: Sequence[str], jobs: int, told: Callable[[Swept], None]
+    combined: Sequence[Swept], command: Sequence[str], jobs: int, on_done: Callable[[Swept], None]
 ) -> list[Swept]:
     """Makes the plans.
 
@@ -114,7 +114,7 @@ def run_sweep(
         combined: from `combinations`.
         command: arguments of ``dtensor-compile plan`` without ``--mesh``, ``--set`` and ``--json``.
         jobs: processes at once.
-        told: called with each that is done.
+        on_done: called with each that is done.
     """
 
     def run(this: Swept) -> Swept:
@@ -130,7 +130,7 @@ def run_sweep(
             made = Swept(this.settings, this.mesh, failed=lines[-1].removeprefix("dtensor-compile plan: "))
         else:
             made = Swept(this.settings, this.mesh, from_json(done.stdout[begin:]))
-        told(made)
+        on_done(made)
         return made
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

@@ -40,7 +40,7 @@ def drop_copies(graph: torch.fx.Graph) -> list[Decision]:
             continue
         if not _is_contiguous(node) or not sends(original):
             continue
-        reason = f"nobody can tell it from {original.name}"
+        reason = f"nothing distinguishes it from {original.name}"
         decisions.append(Decision("drop_copies", source_line(node), reason, "copied", "read in place"))
         node.replace_all_uses_with(original)
         graph.erase_node(node)

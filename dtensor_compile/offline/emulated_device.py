@@ -122,7 +122,7 @@ class EmulatedDevice:
     Attributes:
         gpu: the GPU.
         graphs: generated code, in the order in which it was compiled.
-        observer: is told what the device is given.
+        observer: receives the work that the device is given.
     """
 
     def __init__(self, gpu: Gpu) -> None:

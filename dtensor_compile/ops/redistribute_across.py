@@ -116,11 +116,11 @@ def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequen
     sent = torch.tensor([*mine.encode().ljust(_TEXT)], dtype=torch.uint8, device=like.device)
     group = compat_mesh.group_named(join_meshes((source_mesh, target_mesh), ranks))
     dist.broadcast(sent, src=min(layout.ranks), group=group)
-    told, _, sizes = bytes(sent.tolist()).decode().rstrip().partition(" of ")
+    received, _, sizes = bytes(sent.tolist()).decode().rstrip().partition(" of ")
     if sizes != str(list(shape)):
         raise PlanError(
             f"redistribute from mesh {source_mesh} to {target_mesh}: the tensor has the shape {sizes} on rank "
             f"{min(layout.ranks)} and {list(shape)} on rank {rank}, which is not part of its mesh; DTensor.from_local "
             "there needs shape= and stride="
         )
-    return told
+    return received

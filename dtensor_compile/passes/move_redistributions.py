@@ -66,12 +66,12 @@ def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
     after, held = best
     moved = [node for node in part if node in held and is_redistribution(node)]
     reason = f"{len(held) - len(moved)} operators run before: {after} are sent and not {before}"
-    told = [
+    decisions = [
         Decision("move_redistributions", source_line(node), reason, str(read(node)), "behind its readers")
         for node in moved
     ]
     region.rewrite(held)
-    return told
+    return decisions
 
 
 def _may_pay(region: Region, part: list[torch.fx.Node], before: Cost) -> bool:

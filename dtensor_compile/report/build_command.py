@@ -101,7 +101,7 @@ def _build(args: argparse.Namespace, argv: Sequence[str]) -> int:
             digest: {rank: lowered[rank][digest][1] for rank in set(of.values())} for digest, of in shared.items()
         }
         write(pathlib.Path(args.output), job.ranks, shared, groups, caches)
-    print(told(shared, job.ranks, args.output, time.monotonic() - began))
+    print(built_summary(shared, job.ranks, args.output, time.monotonic() - began))
     return OK
 
 
@@ -121,8 +121,8 @@ def share(lowered: Mapping[int, Lowered]) -> dict[str, dict[int, int]]:
     return shared
 
 
-def told(shared: Mapping[str, Mapping[int, int]], ranks: int, folder: str, seconds: float) -> str:
-    """What was built, as text."""
+def built_summary(shared: Mapping[str, Mapping[int, int]], ranks: int, folder: str, seconds: float) -> str:
+    """Summary of what was built, as text."""
     kinds = [len(set(firsts.values())) for firsts in shared.values()]
     everywhere = sum(len(firsts) == ranks and kind == 1 for firsts, kind in zip(shared.values(), kinds))
     return (

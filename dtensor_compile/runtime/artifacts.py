@@ -142,7 +142,7 @@ def _held(module: torch.nn.Module, name: str) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """Digest of the bytes of a tensor on a CPU, which may differ between ranks where the graphs read alike."""
+    """Digest of the bytes of a tensor on a CPU, which may differ between ranks whose graphs have the same text."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type != "cpu":
         return _about(value)
     memory = value.untyped_storage()  # not read by an operator, which would be traced
@@ -344,10 +344,10 @@ def shared_rank(folder: str, digest: str) -> int:
 def not_used(folder: str, function: str, error: ArtifactsError) -> Decision:
     """Warns, once for each reason, that a program is compiled although there are artifacts; returns a decision."""
     reason = f"artifacts in {folder} are not used for {function or 'a program'}: {error}; it is compiled"
-    if reason not in _told:
-        _told.add(reason)
+    if reason not in _reported:
+        _reported.add(reason)
         log.warning("%s", reason)
     return Decision("artifacts", "", reason, folder, "compiled", left_alone=True)
 
 
-_told: set[str] = set()
+_reported: set[str] = set()

@@ -63,7 +63,7 @@ def rearrange(
     topology: Cluster | None,
     overlap_memory: float,
     measured: bool,
-    told: Callable[[KernelOrder], None],
+    on_order: Callable[[KernelOrder], None],
 ) -> Nodes:
     """The kernels in an order in which collectives overlap with compute.
 
@@ -74,7 +74,7 @@ def rearrange(
             ``fully_shard``'s own order is always allowed.
         measured: whether kernels that are not generated, matmuls for instance, are measured (`measured_seconds`); fused
             loops are estimated.
-        told: callback that receives the order found, also of a block; not called for subgraphs of the program.
+        on_order: callback that receives the order found, also of a block; not called for subgraphs of the program.
     """
     nodes, buffers = order_for_memory(nodes)
     called, sends = called_subgraph(), any(map(starts_collective, nodes))
@@ -93,7 +93,7 @@ def rearrange(
     order = arrange(tasks, bound) if sends else list(range(len(tasks)))
     if called is None or block is not None:
         found = KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), {}, wrapped, block)
-        told(_described(found, nodes, roles))
+        on_order(_described(found, nodes, roles))
     return [nodes[index - given] for index in order if index >= given]
 
 

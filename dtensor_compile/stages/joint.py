@@ -62,7 +62,7 @@ def spread_marks_again(graph: torch.fx.Graph) -> None:
         spread_marks(graph)
 
 
-def tell_shapes_left(graph: torch.fx.Graph) -> list[Decision]:
+def report_shapes_left(graph: torch.fx.Graph) -> list[Decision]:
     """Decisions about what is left alone because only ranks of one mesh have this graph."""
     because = "ranks of one mesh alone have another graph, and would decide otherwise"
     return [*rows_left(graph, because), *columns_left(graph, because)]
@@ -87,7 +87,7 @@ PLAN = (
     GraphStep(planned, lambda this: (this,), reads=True),
     GraphStep(judge_ranks, lambda this: (this,), required=True, reads=True),
     GraphStep(check_memory, required=True, reads=True),
-    GraphStep(tell_shapes_left, when=lambda this: this.between_meshes, reads=True),
+    GraphStep(report_shapes_left, when=lambda this: this.between_meshes, reads=True),
 )
 
 #: Copies, guarantees of the program's operators, and tensors saved for the backward.

@@ -69,10 +69,10 @@ def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
     this.even = this.options.schedule and shards_are_even(program)
     tangents = this.tangents
     tangents.repeatable, tangents.sends = not this.writes, ORDERED
-    tangents.told = lambda otherwise: this.decided([placed_otherwise(otherwise, lambda: this.communication)])
+    tangents.on_mismatch = lambda otherwise: this.decided([placed_otherwise(otherwise, lambda: this.communication)])
 
 
-def tell_what_is_kept(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+def report_cacheability(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
     """Names the modules of the program for the report; returns decisions about what prevents caching."""
     if not recording():
         return []
@@ -80,12 +80,12 @@ def tell_what_is_kept(program: torch.fx.GraphModule, this: Compilation) -> list[
     return cache_decisions(program, GRAPH_FUNCTIONS)
 
 
-def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
+def report_inductor_order(program: torch.fx.GraphModule) -> list[Decision]:
     """Decisions about graphs that keep Inductor's own order of kernels."""
     return [unordered_kernels()]
 
 
-def tell_blocks(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+def report_blocks(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
     """Decisions about modules of one class that one module holds: how many calls were traced once, and what differed
     where a call was not."""
     places = {node.meta[PLACE][:2] for node in program.graph.nodes if PLACE in node.meta}
@@ -129,11 +129,11 @@ CAPTURED = (
     GraphStep(return_bases_of_views, lambda this: (this,), required=True),
     GraphStep(expect_gradients, lambda this: (this,), required=True),
     GraphStep(forget_addresses, when=lambda this: not this.aten and uses_cuda_graphs(this.options.inductor)),
-    GraphStep(tell_blocks, lambda this: (this,), reads=True),
+    GraphStep(report_blocks, lambda this: (this,), reads=True),
     GraphStep(find_artifacts, lambda this: (this,), reads=True),
-    GraphStep(tell_what_is_kept, lambda this: (this,), reads=True),
+    GraphStep(report_cacheability, lambda this: (this,), reads=True),
     GraphStep(
-        tell_order_is_inductors,
+        report_inductor_order,
         when=lambda this: this.options.schedule and not this.aten and not this.orders_kernels,
         reads=True,
     ),

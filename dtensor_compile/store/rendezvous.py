@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from dtensor_compile.store.ledger import current_book
+from dtensor_compile.store.ledger import current_ledger
 
 #: Seconds that a rank waits for the others.
 PATIENCE = 10.0
@@ -34,13 +34,13 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
         patience: seconds that a rank waits for the others; None for `PATIENCE`.
     """
     seconds = PATIENCE if patience is None else patience
-    book = current_book()
-    if book is None:
+    ledger = current_ledger()
+    if ledger is None:
         return True
-    store, ranks, me = book.store, tuple(sorted(ranks)), dist.get_rank()
-    number = book.met.get((ranks, topic), 0)  # completed rendezvous, which all ranks counted
-    keys = {rank: book.key(ranks, "meet", topic, number, rank) for rank in ranks}
-    go = book.key(ranks, "meet", topic, number, "go")
+    store, ranks, me = ledger.store, tuple(sorted(ranks)), dist.get_rank()
+    number = ledger.met.get((ranks, topic), 0)  # completed rendezvous, which all ranks counted
+    keys = {rank: ledger.key(ranks, "meet", topic, number, rank) for rank in ranks}
+    go = ledger.key(ranks, "meet", topic, number, "go")
     store.set(keys[me], _HERE)
     if me == ranks[0]:
         if not _until(lambda: _lock_all(store, keys, me), seconds):
@@ -50,7 +50,7 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
         while not _until(lambda: store.check([go]), seconds):
             if store.compare_set(keys[me], _HERE, _GONE).decode() == _GONE:
                 return False
-    book.met[ranks, topic] = number + 1
+    ledger.met[ranks, topic] = number + 1
     return True
 
 

@@ -52,7 +52,7 @@ def _without(name):
     try:
         yield
     finally:
-        of.hooks, of._told = before, False
+        of.hooks, of._warned = before, False
 
 
 @on_ranks(2)

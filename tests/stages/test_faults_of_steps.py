@@ -88,7 +88,7 @@ def test_a_fault_in_each_step(name):
 
 
 #: Steps that this program does not need: those for kernels of Inductor's, for CUDA graphs, and for shapes.
-ELSEWHERE = ("tell_shapes_left", "tell_order_is_inductors", "forget_addresses")
+ELSEWHERE = ("report_shapes_left", "report_inductor_order", "forget_addresses")
 
 
 @on_ranks(2)

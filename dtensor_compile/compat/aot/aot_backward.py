@@ -148,7 +148,7 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
                 if ctx.call is None or tangents.places is None
                 else gradients_in_eager(program, ctx.call, tangents.places, given, tangents.sends)
             )
-            tangents.say_otherwise(given, placements, in_eager is not None)
+            tangents.report_mismatch(given, placements, in_eager is not None)
             if in_eager is not None:
                 return in_eager
         for i, (value, spec) in enumerate(zip(values, specs)):

@@ -107,8 +107,8 @@ class Tangents:
         places: per input of its autograd function, the index of the argument of the graph (None for non-tensors); empty
             before the first call, None if a tensor is not an argument.
         sends: operators by which a program sends messages of its own.
-        told: called with unexpected gradients, the first time.
-        said: what was reported.
+        on_mismatch: called with unexpected gradients, the first time.
+        reported: the mismatches for which it was called.
     """
 
     code: Any = None
@@ -120,8 +120,8 @@ class Tangents:
     matched: bool = False
     places: list[int | None] | None = field(default_factory=list)
     sends: Collection[Any] = ()
-    told: Callable[[Otherwise], None] = lambda otherwise: None
-    said: set[tuple[Placed, bool]] = field(default_factory=set)
+    on_mismatch: Callable[[Otherwise], None] = lambda otherwise: None
+    reported: set[tuple[Placed, bool]] = field(default_factory=set)
 
     @classmethod
     def of_frame(cls) -> Tangents:
@@ -162,7 +162,7 @@ class Tangents:
         )
         return placed, expected
 
-    def say_otherwise(
+    def report_mismatch(
         self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None], in_eager: bool
     ) -> None:
         """Reports, the first time, how unexpected gradients are handled.
@@ -171,10 +171,10 @@ class Tangents:
             in_eager: the backward runs in eager; else torch redistributes the gradients.
         """
         placed, expected = self._placed(values, placements)
-        if (placed, in_eager) in self.said:
+        if (placed, in_eager) in self.reported:
             return
-        self.said.add((placed, in_eager))
-        self.told(Otherwise([values[i] for i in self.results], placed, expected, in_eager, self.assumed is None))
+        self.reported.add((placed, in_eager))
+        self.on_mismatch(Otherwise([values[i] for i in self.results], placed, expected, in_eager, self.assumed is None))
 
     def _count(self, placed: Placed) -> None:
         self.missed[placed] = self.missed.get(placed, 0) + 1

@@ -59,7 +59,7 @@ _THREADS = feature(
     remove_when="torch has a public process group whose ranks are threads",
 )
 
-#: The backend name by which torch tells meshes of different threads apart.
+#: The backend name by which torch distinguishes meshes of different threads.
 _BACKEND = "threaded"
 
 #: Process-wide state of torch that each rank needs for itself.
@@ -158,9 +158,9 @@ class _Turns:
             r for r in (*range(rank + 1, self.world), *range(rank + 1)) if r not in self.over and r not in self.waits
         ]
         if not ready and self.stopped is None and self.waits:
-            told = "; ".join(f"rank {r} waits in {what}" for r, what in sorted(self.waits.items()))
+            waits = "; ".join(f"rank {r} waits in {what}" for r, what in sorted(self.waits.items()))
             gone = f"; ranks {sorted(self.over)} have ended" if self.over else ""
-            self.stopped = DeadlockError(f"ranks wait for each other for ever: {told}{gone}")
+            self.stopped = DeadlockError(f"ranks wait for each other for ever: {waits}{gone}")
         if self.stopped is not None:
             self.waits.clear()
             ready = [r for r in range(self.world) if r not in self.over]

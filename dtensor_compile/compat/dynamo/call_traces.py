@@ -123,7 +123,7 @@ def check_nodes(nodes: Sequence[torch.fx.Node]) -> None:
     """Checks that nodes can be copied.
 
     Raises:
-        Differs: one has a size that only data tells, with a symbol of its own.
+        Differs: one has an unbacked size, with a symbol of its own.
     """
     for node in nodes:
         if node.meta.get("unbacked_bindings") or node.target is torch.ops.aten._local_scalar_dense.default:

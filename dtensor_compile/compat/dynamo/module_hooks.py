@@ -49,7 +49,7 @@ Facts = tuple[Any, ...] | None
 
 
 #: Extra arguments for tracing a subgraph: a hook may return the gradient that it gets, and write to it, which has to be
-#: said as of 2.15; before 2.13 it needs a target.
+#: declared as of 2.15; before 2.13 it needs a target.
 _NAMED: dict[str, Any] = {"supports_aliasing": True, "supports_input_mutation": True}
 _NAMED |= {} if OPAQUE else {"source_target": torch.ops.higher_order.wrap}
 

@@ -258,21 +258,21 @@ class Watch(TorchDispatchMode):
     """Reports the operators that generated code calls, except views and allocations.
 
     Args:
-        told: called with the operator, its arguments and its result.
+        on_operator: called with the operator, its arguments and its result.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, told: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+    def __init__(self, on_operator: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
         super().__init__()
-        self.told = told
+        self.on_operator = on_operator
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator) or not func.is_view and func.namespace != "prim" and func not in _NEW:
-            self.told(func, args, result)
+            self.on_operator(func, args, result)
         return result
 
 

@@ -1,6 +1,6 @@
 """What a compiled graph is kept with in Inductor's cache: a text about its collectives, for the process that finds it.
 
-A rank that finds its graph does not lower it, and could not tell other ranks, which may have to compile it, what
+A rank that finds its graph does not lower it, and could not announce to other ranks, which may have to compile it, what
 collectives it calls.
 """
 
