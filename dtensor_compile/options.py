@@ -56,7 +56,7 @@ class Options:
             reports that as a decision; ``"error"`` raises as eager does.
         topology: The links for which redistributions are planned: a preset (``"h100"``, ``"a100"``,
             ``"cpu-10gbit"``, ...), or the path of a TOML or JSON file (`topology/files.py`;
-            ``torchrun ... tools/measure_links.py --save FILE.json`` measures one). ``None``: all mesh dims are alike,
+            ``torchrun ... tools/measure_links.py --save FILE.json`` measures one). ``None``: all mesh dims are equal,
             and plans with the fewest bytes win.
         schedule: Starts collectives early and waits for them late, so that they overlap with compute. ``False`` keeps
             the order of the program.

@@ -111,7 +111,7 @@ def hold_draws(graph: torch.fx.Graph) -> None:
 def is_repeatable(graph: torch.fx.Graph) -> bool:
     """Whether a graph gives the same results when it runs again.
 
-    Redistributions are allowed: all ranks run them alike.
+    Redistributions are allowed: they are rank-uniform.
     """
     return not any(node.target in _ORDERED or draws(node.target) for node in graph.nodes)
 

@@ -10,7 +10,7 @@ of the input, and the additions are fused into the kernel that reads them.
 Results are the same: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the
 order of ranks, with a rounding after each as gloo does it; gloo goes around a ring that starts elsewhere for each part,
 so that the last bits may differ. A mean is the sum divided by n, as torch computes it for gloo. Only these two
-reductions are replaced, of dtypes that gloo exchanges, and only if all ranks run them alike (`REDISTRIBUTES`).
+reductions are replaced, of dtypes that gloo exchanges, and only rank-uniform ones (`REDISTRIBUTES`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ that take longest per byte to gather again, and of equal ones the later: the bac
 for the shortest time.
 
 A gather is a redistribution of the forward from shards, without partial sums, to a larger local tensor. Views and casts
-of its result are repeated with it, or they would be saved instead. All ranks decide alike: by specs, global sizes and
-plans.
+of its result are repeated with it, or they would be saved instead. All ranks make the same decision: it depends on
+specs, global sizes and plans.
 """
 
 from __future__ import annotations

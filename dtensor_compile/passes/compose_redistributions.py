@@ -74,7 +74,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
 
 
 def owes_no_more(source: str, target: str) -> bool:
-    """Whether the target spec is partial only along mesh dims on which the source spec is partial alike."""
+    """Whether the target spec is partial only along mesh dims on which the source spec has the same partial placement."""
     return all(a == b for a, b in zip(parse_spec(source), parse_spec(target)) if isinstance(b, Partial))
 
 

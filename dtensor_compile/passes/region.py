@@ -55,7 +55,7 @@ class Region:
     Attributes:
         mesh, layout, coordinate: the mesh of all its tensors, and the coordinate of this rank.
         origins: for each member a redistribution that it is behind; records the cause of new nodes.
-        alike, costs: caches.
+        uniform, costs: caches.
     """
 
     mesh: str
@@ -64,10 +64,10 @@ class Region:
     guess: Guess
     members: dict[torch.fx.Node, Member] = field(default_factory=dict)
     origins: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
-    alike: dict[torch.fx.Node, bool] = field(default_factory=dict)
+    uniform: dict[torch.fx.Node, bool] = field(default_factory=dict)
     costs: dict[Any, Cost | None] = field(default_factory=dict)
 
-    def is_alike(self, node: torch.fx.Node) -> bool:
+    def is_rank_uniform(self, node: torch.fx.Node) -> bool:
         """Whether DTensor made a node, so that it is the same operator with the same numbers on every rank.
 
         It did if the result has a mark, and within an operator that it decomposed: all readers of the result are made
@@ -78,18 +78,18 @@ class Region:
         while pending:
             last = pending[-1]
             value = last.meta.get("val")
-            if last in self.alike:
+            if last in self.uniform:
                 pending.pop()
             elif mark_of(last) is not None:
-                self.alike[last] = last.target not in SIZED_VIEWS or mark_of(last.args[0]) is not None
+                self.uniform[last] = last.target not in SIZED_VIEWS or mark_of(last.args[0]) is not None
             elif last.op != "call_function" or isinstance(value, torch.Tensor) and not value.dim() or not last.users:
-                self.alike[last] = False
+                self.uniform[last] = False
             else:
-                open_ = [user for user in last.users if user not in self.alike]
+                open_ = [user for user in last.users if user not in self.uniform]
                 pending += open_
                 if not open_:
-                    self.alike[last] = all(self.alike[user] for user in last.users)
-        return self.alike[node]
+                    self.uniform[last] = all(self.uniform[user] for user in last.users)
+        return self.uniform[node]
 
     def known(self, node: torch.fx.Node) -> Global | None:
         """The global form of a node in the graph."""
@@ -316,7 +316,7 @@ def _operation(region: Region, node: torch.fx.Node) -> Member | None:
     if not given or len(given) < len(operands):
         return None
     mark = mark_of(node)
-    if has_numbers(node) and not region.is_alike(node) and region.guess(node) is None:
+    if has_numbers(node) and not region.is_rank_uniform(node) and region.guess(node) is None:
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == region.mesh else None
     there = form(node, given, region.layout, shapes)

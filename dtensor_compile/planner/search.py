@@ -7,7 +7,7 @@ lists the kinds): the cheapest path over the specs that a tensor can have, found
     P(sum)S(0) -> S(0)S(1)          exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
     S(0)R -> RS(0)                  exchange[0,1] S(0)R->RS(0)             every rank receives the shard that it lacks
 
-Cheapest means: if all mesh dims are alike (no topology was named), the fewest bytes, then the fewest seconds; if a
+The cheapest plan: if all mesh dims have equal links (no topology was named), the fewest bytes, then the fewest seconds; if a
 topology distinguishes them, the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
 
 The search tries steps towards placements of start and goal. If two mesh dims shard unevenly, a path over other

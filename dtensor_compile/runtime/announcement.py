@@ -75,7 +75,7 @@ class Announcement:
 
     @property
     def redistributes(self) -> bool:
-        """Whether all calls are parts of redistributions, which all ranks of a group run alike."""
+        """Whether all calls are parts of redistributions, which all ranks of a group run in the same way."""
         return all(call.redistributes for call in self.calls)
 
     @property

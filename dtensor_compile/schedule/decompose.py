@@ -17,7 +17,7 @@ part, a collective of which e of T seconds are exposed (by the simulation of `sc
     max(0, T_k + (k - 1) max(0, T_k - P_k) - (T - e))
 
 and pays if that, with the copies and launches it takes, is less than e. Latency is part of T_k. Matmuls of fewer rows
-are rounded as a matmul of that size is. All ranks choose alike, since this runs only if all shards are even.
+are rounded as a matmul of that size is. All ranks make the same choice, since this runs only if all shards are even.
 
 If the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks and
 copies nothing. The same estimate with k = n decides, and `fuse_matmuls.py` inserts the operator.

@@ -240,7 +240,7 @@ class _Role:
 
     @property
     def redistributes(self) -> bool:
-        """Whether all ranks of the group run it alike."""
+        """Whether all ranks of the group run it in the same way."""
         return self.origin is not None and REDISTRIBUTES in self.origin.meta
 
 

@@ -22,7 +22,7 @@ from dtensor_compile.graph.nodes import FUSED, HANDED_BACK, PART, communicates, 
 from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.schedule.bucket import COALESCED
 from dtensor_compile.schedule.decompose import pairs
-from dtensor_compile.schedule.list_scheduler import ALIKE, arrange
+from dtensor_compile.schedule.list_scheduler import TIME_TOLERANCE, arrange
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
 from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.topology.links import Cluster, rounds
@@ -91,8 +91,8 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
         if own or not is_start(node) or node.target not in COALESCED or {PART, FUSED} & node.meta.keys():
             continue
         value, group = node.meta["val"], node.meta.get(GROUP)
-        alike = node.target, node.args[1:], value.dtype, value.device
-        key: Hashable = (*alike, None if further else group)
+        kind = node.target, node.args[1:], value.dtype, value.device
+        key: Hashable = (*kind, None if further else group)
         if not further and group is None:
             continue
         if any(isinstance(size, torch.SymInt) for size in value.shape):
@@ -100,7 +100,7 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
         else:
             fixed[key] = fixed.get(key, 0) + 1
             if group is not None:
-                groups.setdefault((*alike, group), {}).setdefault(stretch, node)
+                groups.setdefault((*kind, group), {}).setdefault(stretch, node)
     decisions = []
     for key, nodes in symbolic.items():
         more = len(nodes) - (key not in fixed)
@@ -169,7 +169,7 @@ def _bound_by_memory(found: KernelOrder) -> list[Decision]:
         return []
     unbound = simulate(found.tasks, arrange(found.tasks, math.inf))
     saved = found.after.seconds - unbound.seconds
-    if saved <= ALIKE * found.after.seconds or unbound.peak <= found.after.peak:
+    if saved <= TIME_TOLERANCE * found.after.seconds or unbound.peak <= found.after.peak:
         return []
     stays = (
         "Inductor's order stays"

@@ -89,10 +89,10 @@ def _broadcast_buffers(tensors, group):
     for tensor in tensors:
         together.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
-        for alike in together.values():
-            whole = torch.cat([tensor.reshape(-1) for tensor in alike])
+        for bucket in together.values():
+            whole = torch.cat([tensor.reshape(-1) for tensor in bucket])
             broadcast(whole, group=group, group_src=0)
-            for tensor, part in zip(alike, whole.split([tensor.numel() for tensor in alike])):
+            for tensor, part in zip(bucket, whole.split([tensor.numel() for tensor in bucket])):
                 tensor.copy_(part.view_as(tensor))
 
 

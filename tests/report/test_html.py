@@ -293,7 +293,7 @@ class TestInTheBrowser:
         assert sizes == sorted(sizes)
         assert "8 of 64 rows" in document
 
-    def test_layers_that_are_alike_are_one_row(self, tmp_path):
+    def test_equal_layers_are_one_row(self, tmp_path):
         document = opened(to_html(large_report(4)), tmp_path, "#redistributions.sort=-bytes")
         found = rows(document, "redistributions")
         assert len(found) == 16 and all("layers.*." in row and row.split()[0] == "4" for row in found)

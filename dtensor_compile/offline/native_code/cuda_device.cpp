@@ -74,8 +74,8 @@ int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const a
   const auto& context = at::globalContext();
   const auto type = query.scalar_type();
   const bool narrow = type == at::kHalf || type == at::kBFloat16;
-  const bool alike = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key.scalar_type() == type && value.scalar_type() == type;
-  if (alike && query.sym_size(-1) == value.sym_size(-1)) {
+  const bool same_kind = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key.scalar_type() == type && value.scalar_type() == type;
+  if (same_kind && query.sym_size(-1) == value.sym_size(-1)) {
     if (context.userEnabledFlashSDP() && narrow && !mask && query.sym_size(-1) <= 256) {
       return static_cast<int64_t>(sdp::SDPBackend::flash_attention);
     }
