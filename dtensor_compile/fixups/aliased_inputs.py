@@ -116,7 +116,7 @@ def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
     )
 
 
-def heed_aliases(
+def check_aliases(
     gm: torch.fx.GraphModule,
     compiled: Callable[..., Any],
     decided: Callable[[list[Decision]], None],

@@ -10,8 +10,8 @@ beside its original.
     after    g = redistribute(x, S(1)->R); q = mm(g, wq); k = mm(g, wk)
 
 It always pays: fewer bytes are written. Results of collectives are contiguous on every rank, for all sizes, so that
-ranks make the same decision if shards are uneven. Left alone: copies that are outputs, and memory that an operator of the graph
-writes to.
+ranks make the same decision if shards are uneven. Left alone: copies that are outputs, and memory that an operator of
+the graph writes to.
 """
 
 from __future__ import annotations

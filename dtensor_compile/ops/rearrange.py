@@ -40,18 +40,18 @@ _ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": operator.add, "min": torc
 
 def rearrange(x: torch.Tensor, step: Step, place: RankPlace, shape: Sequence[Any]) -> torch.Tensor:
     """Carries out a step that `expand` does not handle itself."""
-    mover = _Mover(step, place, shape)
+    rearrangement = _Rearrangement(step, place, shape)
     if step.kind == "exchange":
-        return mover.exchange(x)
+        return rearrangement.exchange(x)
     if step.kind == "all_gather":
-        return mover.gather_evenly(x) if mover.even else mover.gather(x)
+        return rearrangement.gather_evenly(x) if rearrangement.even else rearrangement.gather(x)
     if step.kind == "reduce_scatter":
-        return mover.scatter_evenly(x) if mover.even else mover.scatter(x)
+        return rearrangement.scatter_evenly(x) if rearrangement.even else rearrangement.scatter(x)
     assert step.kind in ("slice", "spread"), step.kind
-    return mover.slice(x) if step.kind == "slice" else mover.spread(x)
+    return rearrangement.slice(x) if step.kind == "slice" else rearrangement.spread(x)
 
 
-class _Mover:
+class _Rearrangement:
     """One step on one rank."""
 
     def __init__(self, step: Step, place: RankPlace, shape: Sequence[Any]) -> None:

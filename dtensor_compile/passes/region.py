@@ -27,7 +27,7 @@ from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.passes.algebra import Form, form, has_numbers, may_round, run, tensors_of
-from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.global_tensor import Global
 
 #: The global form of a node without a mark; None if unknown.
@@ -107,7 +107,7 @@ class Region:
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
             try:
-                self.costs[key] = cost(this, key[2]) if owes_no_more(this.source, this.target) else None
+                self.costs[key] = cost(this, key[2]) if adds_no_partial(this.source, this.target) else None
             except PlanError:
                 self.costs[key] = None
         return self.costs[key]

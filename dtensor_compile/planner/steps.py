@@ -33,7 +33,7 @@ from dtensor_compile.planner.shard_intervals import CUTS, common, cuts_of, cutti
 from dtensor_compile.planner.step_costs import StepKind
 
 
-def moves(problem: Problem, state: State, sent: int = 0, collectives: float = math.inf) -> Iterator[Step]:
+def legal_steps(problem: Problem, state: State, sent: int = 0, collectives: float = math.inf) -> Iterator[Step]:
     """Every step from `state` that may be part of a cheapest plan.
 
     Args:

@@ -45,7 +45,7 @@ STAGES = tuple(dict.fromkeys((*list(_STAGES.values())[:3], OURS, *list(_STAGES.v
 
 
 @dataclass
-class Spent:
+class PhaseTime:
     """Seconds, and in how many intervals.
 
     Attributes:
@@ -77,8 +77,8 @@ class Profile:
             of modules (``blocks.3``), and the other members of the model; what is for no module is not here.
     """
 
-    parts: dict[tuple[str, str], Spent] = field(default_factory=dict)
-    layers: dict[tuple[str, str], Spent] = field(default_factory=dict)
+    parts: dict[tuple[str, str], PhaseTime] = field(default_factory=dict)
+    layers: dict[tuple[str, str], PhaseTime] = field(default_factory=dict)
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     @property
@@ -123,9 +123,9 @@ class Profile:
             ended, seconds = phase.name, now - phase.began
             for table, key in ((self.parts, (phase.stage, phase.part)), (self.layers, (phase.layer, phase.stage))):
                 if key[0]:
-                    spent = table.setdefault(key, Spent())
-                    spent.seconds += seconds - phase.inside
-                    spent.count += 1
+                    time_of = table.setdefault(key, PhaseTime())
+                    time_of.seconds += seconds - phase.inside
+                    time_of.count += 1
             if self._under_way:
                 self._under_way[-1].inside += seconds
 

@@ -103,7 +103,7 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
     return (*this.options.cache_key(), *facts, place)
 
 
-def what_code_needs(gm: torch.fx.GraphModule) -> list[str]:
+def code_header(gm: torch.fx.GraphModule) -> list[str]:
     """Statements that make the operators of this package, and the names of process groups in a rank-free graph, known
     to a process that loads the code of a lowered graph without having traced it."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
@@ -143,7 +143,7 @@ def _compiled(this: Compilation) -> Callable[..., Any]:
                 uncompiled=on_uncompiled(this),
                 kernels=(build := current_build()) is None or build.kernels,
                 collectives=(lambda: this.agreement.text, this.agreement.found),
-                header=what_code_needs,
+                header=code_header,
             )
         )
         if this.shares is not None and current_build() is None and cached_programs() == before:

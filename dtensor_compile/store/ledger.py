@@ -25,7 +25,7 @@ class Ledger:
         compilations: number of compilations started per function, by name.
         partners: by function, the ranks with which its graphs communicate.
         in_eager: number of times that a function was left to eager, by name (`runtime.eager_fallback`).
-        met: number of rendezvous of `ranks` per topic (`store.rendezvous`).
+        rendezvous: number of rendezvous of `ranks` per topic (`store.rendezvous`).
         epoch: number of process groups that this rank has had on that store, which may outlive them.
     """
 
@@ -39,7 +39,7 @@ class Ledger:
         self.compilations: dict[str, int] = {}
         self.partners: dict[str, set[int]] = {}
         self.in_eager: dict[str, int] = {}
-        self.met: dict[tuple[tuple[int, ...], str], int] = {}
+        self.rendezvous: dict[tuple[tuple[int, ...], str], int] = {}
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 
     def key(self, ranks: tuple[int, ...], *parts: object) -> str:

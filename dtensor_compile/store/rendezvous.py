@@ -25,7 +25,7 @@ PATIENCE = 10.0
 _HERE, _LOCKED, _GONE = "here", "locked", "gone"
 
 
-def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
+def all_arrive(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
     """Whether all of `ranks`, including this one, have arrived at the same topic; the same answer on each of them.
 
     Args:
@@ -38,7 +38,7 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
     if ledger is None:
         return True
     store, ranks, me = ledger.store, tuple(sorted(ranks)), dist.get_rank()
-    number = ledger.met.get((ranks, topic), 0)  # completed rendezvous, which all ranks counted
+    number = ledger.rendezvous.get((ranks, topic), 0)  # completed rendezvous, which all ranks counted
     keys = {rank: ledger.key(ranks, "meet", topic, number, rank) for rank in ranks}
     go = ledger.key(ranks, "meet", topic, number, "go")
     store.set(keys[me], _HERE)
@@ -50,7 +50,7 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
         while not _until(lambda: store.check([go]), seconds):
             if store.compare_set(keys[me], _HERE, _GONE).decode() == _GONE:
                 return False
-    ledger.met[ranks, topic] = number + 1
+    ledger.rendezvous[ranks, topic] = number + 1
     return True
 
 

@@ -8,7 +8,7 @@ import pytest
 from dtensor_compile.errors import PlanError
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.planner import exchange
-from dtensor_compile.planner import steps as moves
+from dtensor_compile.planner import steps as plan_steps
 from dtensor_compile.planner.lower_bound import fewest_sent
 from dtensor_compile.planner.search import _plan, plan
 
@@ -83,7 +83,7 @@ def test_on_512_ranks_few_tables_of_who_sends_what_are_made(monkeypatch, source,
     made = []
     stock = exchange._assign
     monkeypatch.setattr(exchange, "_assign", lambda *args: made.append(args) or stock(*args))
-    for remembers in (exchange.traffic, moves._detours, _plan):
+    for remembers in (exchange.traffic, plan_steps._detours, _plan):
         remembers.cache_clear()
     assert len(plan(source, target, (8, 64), shape)) == 1
     assert len(made) <= tables

@@ -276,7 +276,7 @@ def test_sums_that_stay_whole_beside_uneven_shards(mesh):
 
 def test_meshes_whose_ranks_do_not_come_for_groups_over_several_dims(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(capture_mesh, "all_meet", lambda *about: False)
+    monkeypatch.setattr(capture_mesh, "all_arrive", lambda *about: False)
     with job(8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         x = DTensor.from_local(torch.ones(2, 4), mesh, [Replicate(), Shard(0), Shard(0)], run_check=False)

@@ -34,7 +34,7 @@ from dtensor_compile.report.build_command import share
 from dtensor_compile.runtime import artifacts
 from dtensor_compile.runtime.artifacts import MANIFEST, ArtifactsError, made_for, shared_rank, write
 from dtensor_compile.stages import program
-from dtensor_compile.stages.compiling import what_code_needs
+from dtensor_compile.stages.compiling import code_header
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 RANKS = 4
@@ -189,7 +189,7 @@ def test_code_makes_known_what_it_needs():
     def code(*arguments, operator=torch.ops._c10d_functional.all_reduce.default):
         graph = torch.fx.Graph()
         graph.output(graph.call_function(operator, (graph.placeholder("x"), *arguments)))
-        return what_code_needs(torch.fx.GraphModule({}, graph))
+        return code_header(torch.fx.GraphModule({}, graph))
 
     assert code("sum", "0") == []
     assert code("sum", name) == ["from dtensor_compile.ir.known_groups import know_group", f"know_group({name!r})"]

@@ -21,7 +21,7 @@ from dtensor_compile.planner import exchange
 from dtensor_compile.planner import lower_bound as fewest
 from dtensor_compile.planner import search as plan
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner import steps as moves
+from dtensor_compile.planner import steps as plan_steps
 
 #: Source, target, shape.
 CASES = (
@@ -35,7 +35,7 @@ CASES = (
     ("S(0)S(1)", "S(1)S(0)", (4096, 4096)),
 )
 REMEMBERS = (
-    plan._plan, moves._detours, moves._contains, exchange.traffic, exchange._assign, fewest.fewest_sent,
+    plan._plan, plan_steps._detours, plan_steps._contains, exchange.traffic, exchange._assign, fewest.fewest_sent,
     fewest._in_common,
     shards.held, shards.common,
 )  # fmt: skip

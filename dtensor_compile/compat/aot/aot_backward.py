@@ -142,7 +142,7 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
             None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)
         ]
         placements = [spec and spec[0].placements for spec in specs]
-        if tangents.come_otherwise(given, placements):
+        if tangents.are_unexpected(given, placements):
             in_eager = (
                 None
                 if ctx.call is None or tangents.places is None

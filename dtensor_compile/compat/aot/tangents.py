@@ -75,7 +75,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Otherwise:
+class UnexpectedTangents:
     """Gradients of DTensors that arrived with other placements than a graph was compiled for.
 
     Attributes:
@@ -120,7 +120,7 @@ class Tangents:
     matched: bool = False
     places: list[int | None] | None = field(default_factory=list)
     sends: Collection[Any] = ()
-    on_mismatch: Callable[[Otherwise], None] = lambda otherwise: None
+    on_mismatch: Callable[[UnexpectedTangents], None] = lambda tangents: None
     reported: set[tuple[Placed, bool]] = field(default_factory=set)
 
     @classmethod
@@ -135,7 +135,7 @@ class Tangents:
         tx = InstructionTranslator.current_tx()
         _as_learned(constant_source(tx, "tangents", self))
 
-    def come_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> bool:
+    def are_unexpected(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> bool:
         """Whether gradients have other placements than the graph was compiled for; counts them.
 
         Args:
@@ -174,7 +174,9 @@ class Tangents:
         if (placed, in_eager) in self.reported:
             return
         self.reported.add((placed, in_eager))
-        self.on_mismatch(Otherwise([values[i] for i in self.results], placed, expected, in_eager, self.assumed is None))
+        self.on_mismatch(
+            UnexpectedTangents([values[i] for i in self.results], placed, expected, in_eager, self.assumed is None)
+        )
 
     def _count(self, placed: Placed) -> None:
         self.missed[placed] = self.missed.get(placed, 0) + 1

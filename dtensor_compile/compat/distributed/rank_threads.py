@@ -75,7 +75,7 @@ _here = threading.local()
 
 
 @dataclass
-class _Meeting:
+class _PendingCollective:
     """One collective in progress: the data of the ranks that have arrived."""
 
     data: list[Any]
@@ -110,8 +110,8 @@ class _Turns:
         self.waits: dict[int, str] = {}  # the collective that a rank waits in
         self.over: set[int] = set()
         self.stopped: BaseException | None = None
-        self.meetings: dict[Any, _Meeting] = {}
-        self.met: dict[Any, int] = {}
+        self.pending: dict[Any, _PendingCollective] = {}
+        self.counts: dict[Any, int] = {}
         self.states = list(states)
         self.kept = [[make() for _, _, make in self.states] for _ in range(world)]
         self.random = [torch.get_rng_state() for _ in range(world)]
@@ -128,29 +128,29 @@ class _Turns:
                 self.stopped = error
             self._pass_on(rank)
 
-    def meet(
+    def join(
         self, rank: int, key: Any, place: int, size: int, data: Any, work: Callable[[list[Any]], None], what: str
     ) -> None:
         """Joins a collective of `size` ranks as the rank at `place`; the last to arrive does the work."""
         with self.changed:
-            number = self.met[key, place] = self.met.get((key, place), 0) + 1
-            meeting = self.meetings.setdefault((key, number), _Meeting([None] * size, what))
-            if meeting.what != what:
-                raise MismatchError(f"rank {rank} calls {what}, and ranks {sorted(meeting.come)} call {meeting.what}")
-            meeting.data[place] = data
-            meeting.come.add(rank)
-            if len(meeting.come) == size:
-                del self.meetings[key, number]
-                work(meeting.data)
-                meeting.done = True
-                for other in meeting.come:
+            number = self.counts[key, place] = self.counts.get((key, place), 0) + 1
+            pending = self.pending.setdefault((key, number), _PendingCollective([None] * size, what))
+            if pending.what != what:
+                raise MismatchError(f"rank {rank} calls {what}, and ranks {sorted(pending.come)} call {pending.what}")
+            pending.data[place] = data
+            pending.come.add(rank)
+            if len(pending.come) == size:
+                del self.pending[key, number]
+                work(pending.data)
+                pending.done = True
+                for other in pending.come:
                     self.waits.pop(other, None)
                 return
             self.waits[rank] = what
             self._keep(rank)
             self._pass_on(rank)
             self._until_turn(rank)
-            if not meeting.done:
+            if not pending.done:
                 raise _Stopped
 
     def _pass_on(self, rank: int) -> None:
@@ -201,7 +201,7 @@ class _Collective:
         ranks = tuple(dist.get_process_group_ranks(self.group))
         what = f"{type(self.collective).__name__.lstrip('_')} among ranks {list(ranks)}"
         key = self.group.pg_name, ranks
-        _job.turns.meet(_here.rank, key, rank, len(ranks), data, self.collective.work, what)
+        _job.turns.join(_here.rank, key, rank, len(ranks), data, self.collective.work, what)
         return threaded.ret_work(data)
 
 

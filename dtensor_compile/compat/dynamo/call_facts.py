@@ -104,7 +104,7 @@ def _modes() -> list[type]:
     return [type(mode) for mode in get_torch_function_mode_stack()]
 
 
-class Elsewhere:
+class OtherModule:
     """Sources and values below one module, where another module is in its place."""
 
     def __init__(self, tx: Translator, old: Source, new: Source) -> None:
@@ -150,35 +150,35 @@ class GuardFact:
 
     Attributes:
         source: of what is guarded.
-        check: whether another value passes; None where `twin` says it all.
+        check: whether another value passes; None where `same_as` says it all.
         create: the function of the guard.
-        twin: the source of the object that is the same one.
+        same_as: the source of the object that is the same one.
     """
 
     source: Source
     check: Callable[[Any], bool] | None
     create: Callable[..., Any]
-    twin: Source | None = None
+    same_as: Source | None = None
 
-    def moved(self, elsewhere: Elsewhere) -> tuple[Source, Callable[..., Any]]:
+    def moved(self, other: OtherModule) -> tuple[Source, Callable[..., Any]]:
         """The guard for another module: its source and its function.
 
         Raises:
             Differs: the other module does not pass.
         """
-        source = elsewhere.source(self.source)
-        value = elsewhere.value(source)
+        source = other.source(self.source)
+        value = other.value(source)
         if self.check is not None and not self.check(value):
             raise Differs(f"{source.name} differs")
-        if self.twin is None:
+        if self.same_as is None:
             settings = getattr(self.create, "keywords", {})
             if isinstance(settings.get("value"), TensorWeakRef):
                 return source, functools.partial(self.create.func, value=TensorWeakRef(value))  # type: ignore[attr-defined]
             return source, self.create
-        twin = elsewhere.source(self.twin)
-        if value is not elsewhere.value(twin):
-            raise Differs(f"{source.name} is not {twin.name}")
-        return source, functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=twin)
+        same_as = other.source(self.same_as)
+        if value is not other.value(same_as):
+            raise Differs(f"{source.name} is not {same_as.name}")
+        return source, functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=same_as)
 
 
 def add_guards(tx: Translator, guards: Sequence[tuple[Source, Callable[..., Any]]]) -> None:
@@ -209,12 +209,12 @@ def guards_below(tx: Translator, module: Source) -> list[GuardFact]:
             below[source] = is_below(getattr(source, "base", None))
         return below[source]
 
-    here = Elsewhere(tx, module, module)
+    here = OtherModule(tx, module, module)
     guards = [guard for guard in tx.output.guards if is_below(guard.originating_source)]
     return [fact for guard in guards if (fact := _fact(guard, here)) is not None]
 
 
-def _fact(guard: Guard, here: Elsewhere) -> GuardFact | None:
+def _fact(guard: Guard, here: OtherModule) -> GuardFact | None:
     source, name = guard.originating_source, guard.create_fn_name()
     if name == "DUPLICATE_INPUT":
         return GuardFact(source, None, guard.create_fn, guard.create_fn.keywords["source_b"])  # type: ignore[attr-defined]

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 
 from dtensor_compile.compat.dynamo.call_facts import (
     Differs,
-    Elsewhere,
     Fact,
     GuardFact,
+    OtherModule,
     add_guards,
     chain,
     flat_facts,
@@ -161,11 +161,11 @@ def copy_call(
     if writes != trace.writes:
         raise Differs("the program has written to objects since")
     old, new = trace.module, source_of(module)
-    elsewhere, effects = Elsewhere(tx, old, new), tx.output
-    guards = [guard.moved(elsewhere) for guard in trace.guards]
-    values = _inputs_of_copy(tx, trace, module, facts, elsewhere)
+    other, effects = OtherModule(tx, old, new), tx.output
+    guards = [guard.moved(other) for guard in trace.guards]
+    values = _inputs_of_copy(tx, trace, module, facts, other)
     ordered = effects.guard_on_key_order
-    ordered.update([elsewhere.source(source) for source in ordered])
+    ordered.update([other.source(source) for source in ordered])
     add_guards(tx, guards)
     assert tx.fake_mode is not None
     fakes, names = Fakes(tx.fake_mode), Names(tx, effects.resolve_source_value(old), real_value(tx, module))
@@ -183,7 +183,7 @@ def copy_call(
 
 
 def _inputs_of_copy(
-    tx: Translator, trace: CallTrace, module: VariableTracker, facts: Sequence[Fact], elsewhere: Elsewhere
+    tx: Translator, trace: CallTrace, module: VariableTracker, facts: Sequence[Fact], other: OtherModule
 ) -> dict[torch.fx.Node, torch.fx.Node]:
     """What the other call has for each node from outside.
 
@@ -198,8 +198,8 @@ def _inputs_of_copy(
         elif isinstance(origin, _InPlaceOf):
             variable = notes(tx, "replaced_by").get((id(real.get_submodule(origin.path)), origin.name))
         elif isinstance(origin, _Below):
-            source = elsewhere.source(origin.source)
-            below[outer] = source, elsewhere.value(source)
+            source = other.source(origin.source)
+            below[outer] = source, other.value(source)
             if seen.setdefault(id(below[outer][1]), outer) is not outer:
                 raise Differs(f"{source.name} is one object with another input")
             continue

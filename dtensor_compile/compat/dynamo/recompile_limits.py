@@ -68,8 +68,8 @@ def never_suppressed(box: Any) -> Iterator[None]:
     """While active, an error that leaves the context reaches the program, whatever ``suppress_errors`` says.
 
     Args:
-        box: the ``ConvertFrameBox`` in which ``_compile`` reports whether graph breaks are errors; None where the caller
-            raises everything.
+        box: the ``ConvertFrameBox`` in which ``_compile`` reports whether graph breaks are errors; None where the
+            caller raises everything.
     """
     try:
         yield

@@ -34,8 +34,8 @@ from torch._guards import Source, TracingContext
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.call_facts import (
     Differs,
-    Elsewhere,
     Fact,
+    OtherModule,
     argument_facts,
     chain,
     guards_below,
@@ -138,7 +138,7 @@ def _is_of_block(tx: Translator, function: Any, args: Sequence[VariableTracker])
 
 def _owner(tx: Translator, source: Source, module: torch.nn.Module) -> torch.nn.Module | None:
     """The module of which `module` is a member, as its source says."""
-    here = Elsewhere(tx, source, source)
+    here = OtherModule(tx, source, source)
     with contextlib.suppress(Differs):  # a source of a value that tracing made
         values = (here.value(base) for base in chain(source))
         return next((value for value in values if isinstance(value, torch.nn.Module) and value is not module), None)
