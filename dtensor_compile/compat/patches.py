@@ -155,7 +155,7 @@ class Feature:
         without: what happens if one is missing.
         essential: whether a missing hook is an error.
         upstream: the issue or pull request in torch's repository, or ``not reported: `` and why.
-        remove_when: what torch has to do itself for the patches to go.
+        remove_when: the condition on torch under which the patches can be removed.
         scope: the function that does it, ``module:function``, and the first paragraph of its docstring.
         module: the module that declares it, whose imports from torch it needs, too.
     """
@@ -230,7 +230,7 @@ def feature(
 
 
 def warn_of_untried_release() -> None:
-    """Warns, where the installed release is none of the supported ones: names it, and the features that are off.
+    """Warns if the installed release is not a supported one; names it, and the features that are off.
 
     Called once everything that declares features is imported.
     """

@@ -44,7 +44,7 @@ def _how_far_it_is(minor: str) -> str:
 
 
 def is_untried(version: str = torch.__version__) -> bool:
-    """Whether a release is none of the supported ones."""
+    """Whether a release is not a supported one."""
     return minor_release(version) not in SUPPORTED
 
 

@@ -71,7 +71,7 @@ def writes_in_place(node: torch.fx.Node) -> bool:
 
 
 def _says_in_place(node: torch.fx.Node) -> bool:
-    """Whether the argument ``inplace`` of a function is given as true, by its name or its place."""
+    """Whether the argument ``inplace`` of a function is true, whether it is passed by name or by position."""
     place = _place_of_inplace(node.target) if callable(node.target) else None
     return bool(node.kwargs.get("inplace", place is not None and place < len(node.args) and node.args[place]))
 
@@ -122,7 +122,7 @@ def check_aliases(
     decided: Callable[[list[Decision]], None],
     communication: Callable[[], float],
 ) -> Callable[..., Any]:
-    """`compiled` for inputs that share no memory through a DTensor, `gm` for others.
+    """A function that runs `compiled` on inputs that share no memory through a DTensor, and `gm` on others.
 
     Args:
         decided: receives a decision at the first call of `gm`.

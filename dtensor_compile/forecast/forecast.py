@@ -72,7 +72,7 @@ class _Point(NamedTuple):
 
 @dataclass
 class _Marks:
-    """Where the phases of the last step begin."""
+    """The points at which the phases of the last step begin."""
 
     forward: _Point
     backward: _Point
@@ -85,7 +85,7 @@ class _Observed:
     """A program that has made its steps.
 
     Attributes:
-        training, log, recording: the program, what the device was given, and what was compiled.
+        training, log, recording: the program, the work that the device was given, and the compilations.
         marks: of the last step.
         owned: kinds of the allocations that objects of the program own.
         operations, collectives: of the last step, one operation for each request.
@@ -151,7 +151,7 @@ def make_plan(
 
 
 def _called(target: str, this: Job, arguments: Mapping[str, Any]) -> Any:
-    """What the target's function returns: made on the emulated GPU, where a model takes no memory, or on the host if
+    """The result of the target's function: made on the emulated GPU, where a model takes no memory, or on the host if
     the function reads values."""
     function = function_of(target)
 
@@ -190,8 +190,8 @@ def _twice(training: Training, on_phase: OnPhase) -> None:
 
 
 def _run(training: Training, log: StepLog, run: Callable[[OnPhase], None]) -> tuple[_Marks, dict[Allocation, str]]:
-    """Makes steps; where the phases of the last are, and the kinds of the allocations that the program's objects
-    own."""
+    """Runs steps; returns the points of the phases of the last one, and the kinds of the allocations that the program's
+    objects own."""
     kinds: dict[Allocation, str] = {}
     points: dict[str, _Point] = {}
 

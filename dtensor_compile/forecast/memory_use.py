@@ -1,7 +1,7 @@
-"""Memory of a device over a training step, by what it holds.
+"""Memory of a device over a training step, by kind of content.
 
-Input: the allocations of a `StepLog`, and where the step's phases are. Output: for each point of the step the bytes of
-each kind, and the peak with what holds it.
+Input: the allocations of a `StepLog`, and the points of the step's phases. Output: for each point of the step the bytes
+of each kind, and the peak with the allocations live at it.
 
     parameters             and buffers of the model
     gradients              what ``.grad`` of a parameter is
@@ -33,7 +33,7 @@ Change = tuple[int, Allocation, bool]
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of each kind, of `KINDS`, while a number of requests have been made."""
+    """Bytes of each of `KINDS` after a number of requests."""
 
     requests: int
     bytes: Mapping[str, int]

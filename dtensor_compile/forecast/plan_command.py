@@ -1,4 +1,4 @@
-"""``dtensor-compile plan TARGET``: memory and time of a training step on a cluster that is not there.
+"""``dtensor-compile plan TARGET``: memory and time of a training step on a cluster that is not available.
 
 TARGET is a function or a script, as for report: a function returns a model and its inputs, of which a whole training
 step is made (loss, backward, clipping, optimizer), or a step to call; a script runs as it is until it has made three

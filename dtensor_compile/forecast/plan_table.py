@@ -40,7 +40,7 @@ def _verdict(memory: StepMemory) -> str:
 
 
 def why_not(memory: StepMemory) -> str:
-    """By how much a step does not fit, and what holds most."""
+    """The bytes by which a step does not fit, and the largest holders."""
     held = ", ".join(f"{kind} {size(bytes)}" for bytes, kind in _largest(memory)[:3] if bytes)
     too_much = size(memory.needed - memory.capacity)
     return f"{size(memory.needed)} of {size(memory.capacity)}, {too_much} too much; most of it: {held}"

@@ -1,7 +1,7 @@
 """Plans of all combinations of some settings, each in a process of its own.
 
-Input: a command line of ``dtensor-compile plan`` and what varies in it: sizes of mesh dims, and arguments of the
-target's function. Output: the plans, the fastest first among those that fit, and for each that does not why not.
+Input: a command line of ``dtensor-compile plan`` and the settings that vary: sizes of mesh dims, and arguments of the
+target's function. Output: the plans, the fastest first among those that fit, and for each other one the reason.
 
 The number of ranks stays: where one mesh dim varies, the first of the others takes what is left.
 """
@@ -28,7 +28,7 @@ class Swept:
     """One combination.
 
     Attributes:
-        settings: what was chosen, by name.
+        settings: the chosen values by name.
         mesh: the mesh with it.
         plan: None where there is none, for the reason in `failed`.
     """

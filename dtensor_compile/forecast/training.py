@@ -33,7 +33,7 @@ OnPhase = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step does besides the model.
+    """The parts of a step besides the model.
 
     Attributes:
         loss: one of `LOSSES`, or a function as a target is named, which takes the model's result and its inputs.
@@ -59,7 +59,7 @@ class Training:
         program: the model and its inputs, or a step to call.
         run: calls the model compiled.
         settings: of the step.
-        optimizers: those that make a step in it.
+        optimizers: those whose ``step`` runs in it.
     """
 
     program: TargetProgram
@@ -84,7 +84,8 @@ class Training:
 
     @contextlib.contextmanager
     def optimizers_watched(self, on_phase: OnPhase) -> Iterator[None]:
-        """While active, every optimizer that makes a step is known, and ``on_phase("optimizer")`` is called before."""
+        """While active, every optimizer that steps is recorded, and ``on_phase("optimizer")`` is called before its
+        step."""
 
         def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if all(optimizer is not known for known in self.optimizers):

@@ -11,7 +11,7 @@ A mark means what the spec of a DTensor means: that the local tensors of all ran
 program for which that is wrong (`DTensor.from_local` of different values on each rank as `Replicate`) gets the results
 of torch's own shortcuts.
 
-Without a mark are plain tensors, nodes inside of a decomposed operator, symbolic shapes, tensors for which the program
+These have no mark: plain tensors, nodes inside of a decomposed operator, symbolic shapes, tensors for which the program
 names two specs, and local tensors of another shape than their spec says.
 """
 

@@ -28,7 +28,7 @@ def inline(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], m
 
     Args:
         inputs: nodes and numbers for the placeholders of `part`.
-        meta: goes to every new node; or makes what goes there of the node that it is a copy of.
+        meta: metadata of every new node, or a function that makes it from the node that is copied.
         again: whether `part` was inlined before. Fake values are then made again: two values of a graph never share a
             fake tensor, as passes find aliases by them.
     """

@@ -206,7 +206,7 @@ def _trace_together(nodes: Sequence[torch.fx.Node], decisions: list[Decision]) -
     """Traces cacheable expansions that are not cached yet together, by key: each trace has a fixed cost of a
     millisecond.
 
-    Returns nothing, with a decision, if one of them fails: tracing each by itself finds which.
+    Returns nothing, with a decision, if one of them fails: tracing each by itself then finds the failing one.
     """
     wanted: dict[Any, _Expansion] = {}
     try:

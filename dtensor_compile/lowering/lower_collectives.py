@@ -66,8 +66,8 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
 
 def hold_collectives(graph: torch.fx.Graph) -> None:
-    """Keeps communication of the backward in the backward of the joint graph, and moves communication there that only
-    it needs.
+    """Keeps communication of the backward in the backward of the joint graph, and moves communication that only the
+    backward needs there.
 
     For nodes that do not depend on tangents, the partitioner would choose the graph in which less has to be saved, by
     the sizes of local tensors. If shards are uneven these differ between ranks, and so would the collectives of their

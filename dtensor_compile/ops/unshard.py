@@ -171,7 +171,7 @@ def unshard(  # noqa: PLR0913, PLR0917 - arguments of a call in Dynamo's graph, 
         reduction: a `Reduction`.
         reshard: whether the backward gathers it again, instead of saving it.
         group: name of the group that is gathered and reduced together.
-        held, holder, index: what becomes of gradients that wait to be reduced (`compat.distributed.fsdp.Sharded`).
+        held, holder, index: handling of gradients that wait to be reduced (`compat.distributed.fsdp.Sharded`).
 
     Returns:
         The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or

@@ -1,4 +1,4 @@
-"""A part of a graph that runs on other local tensors; shared by the passes that move many redistributions.
+"""A region of a graph that can run on other local tensors; shared by the passes that move many redistributions.
 
 In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind
 them that can run on such results, by the algebra of ``algebra.py``, make a region: each of its nodes has a form in the
@@ -70,8 +70,8 @@ class Region:
     def is_rank_uniform(self, node: torch.fx.Node) -> bool:
         """Whether DTensor made a node, so that it is the same operator with the same numbers on every rank.
 
-        It did if the result has a mark, and within an operator that it decomposed: all readers of the result are made
-        by DTensor then, whereas a tensor that a program makes itself becomes a DTensor through a view
+        It did if the result has a mark, or if the node is part of an operator that DTensor decomposed: then all readers
+        of the result are made by DTensor, whereas a tensor that a program makes itself becomes a DTensor through a view
         (`DTensor.from_local`), or is a single number.
         """
         pending = [node]

@@ -91,14 +91,14 @@ class Problem:
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
-        """Tensor dims along which shards are tried: those of start and goal."""
+        """Tensor dims along which shards are tried: the sharded dims of start and goal."""
         if self.detours:
             return tuple(range(len(self.shape)))
         return tuple(sorted({p.dim for p in (*self.start, *self.goal) if is_cut(p)}))
 
     @functools.cached_property
     def active(self) -> tuple[int, ...]:
-        """Mesh dims that change, and those that shard a dim which they shard; all with detours."""
+        """Mesh dims whose placements change, and those that shard the same tensor dims; all mesh dims with detours."""
         if self.detours:
             return self.wide
         changed = {i for i, (a, b) in enumerate(zip(self.start, self.goal)) if a != b}
@@ -174,5 +174,5 @@ class Problem:
 
 
 def changed(state: State, new: Mapping[int, Placement]) -> State:
-    """`state` with the placements of some mesh dims exchanged."""
+    """`state` with other placements on some mesh dims."""
     return tuple(new.get(i, p) for i, p in enumerate(state))

@@ -17,8 +17,8 @@ With a memory bound, plans that hold more at once (besides their input) are left
 
 A plan is never worse than torch's own: the cheapest in time could have one more collective for fewer bytes, or more
 bytes for one collective less. torch's greedy path is one of the paths here, so paths with more collectives or more
-bytes than that one are left out, and at least that one remains. Paths of torch's other planner are here too, and the
-fewest bytes are not more. If torch's path holds too much memory, it is not a limit.
+bytes than that one are left out, and at least that one remains. Paths of torch's other planner are among them too, so
+the plan with the fewest bytes has no more than those. If torch's path holds too much memory, it is no limit.
 
 Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
 """

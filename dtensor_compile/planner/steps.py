@@ -34,7 +34,7 @@ from dtensor_compile.planner.step_costs import StepKind
 
 
 def legal_steps(problem: Problem, state: State, sent: int = 0, collectives: float = math.inf) -> Iterator[Step]:
-    """Every step from `state` that may be part of a cheapest plan.
+    """All steps from `state` that may be part of a cheapest plan.
 
     Args:
         sent: elements sent on the way to `state`.

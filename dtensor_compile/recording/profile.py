@@ -1,7 +1,7 @@
-"""Where compile time goes: by stage of the compilation, and by layer of the model.
+"""Profile of compile time: by stage of the compilation, and by layer of the model.
 
 Every interval counts for the innermost phase that is under way, so that the times of all stages add up to that of the
-compilation. torch announces its phases (`compat.dynamo.phases`), the steps of this package theirs.
+compilation. Phases of torch come from its events (`compat.dynamo.phases`), those of this package from its steps.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ STAGES = tuple(dict.fromkeys((*list(_STAGES.values())[:3], OURS, *list(_STAGES.v
 
 @dataclass
 class PhaseTime:
-    """Seconds, and in how many intervals.
+    """Seconds of a phase, and number of its intervals.
 
     Attributes:
-        seconds: measured wall time, without what was begun inside.
+        seconds: measured wall time, without nested phases.
         count: number of phases.
     """
 
@@ -73,8 +73,8 @@ class Profile:
 
     Attributes:
         parts: by stage and part of it: the phase, as torch calls it, or the step of this package.
-        layers: by layer and stage: the part of a stage that was spent for one layer. Layers are the members of lists
-            of modules (``blocks.3``), and the other members of the model; what is for no module is not here.
+        layers: by layer and stage: the share of one layer in a stage. Layers are the members of lists of modules
+            (``blocks.3``), and the other members of the model; time that belongs to no module is left out.
     """
 
     parts: dict[tuple[str, str], PhaseTime] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Profile:
         self._begin(phase, stage, phase, outer.layer if stage == outer.stage else "")
 
     def begin_module(self, name: str) -> None:
-        """What follows is for the module of this name in Dynamo's graphs."""
+        """From here on, the phase handles the module of this name in Dynamo's graphs."""
         if self._under_way:
             outer = self._under_way[-1]
             layer = layer_of(path_of(name_in_program(name)))
@@ -114,7 +114,7 @@ class Profile:
         self._under_way.append(_Phase(name, stage, part, layer, time.perf_counter()))
 
     def end(self, name: str) -> None:
-        """What was begun last under this name has ended, and all that was begun inside of it."""
+        """Ends the phase that began last under this name, and all phases nested in it."""
         if not any(phase.name == name for phase in self._under_way):
             return  # it began before the profile
         now, ended = time.perf_counter(), None

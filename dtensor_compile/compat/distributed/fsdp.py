@@ -251,10 +251,10 @@ class Sharded:
         dtype, reduce_dtype: of the tensor that the module uses, and of the reduction of gradients; None keeps the
         dtype.
         divide: reduction op, divisors of gradients before and after it.
-        reshard: it is not kept for the backward.
+        reshard: whether it is gathered again in the backward, not kept for it.
         holder: path from the state to the tensor with the number of its group (`make_holders`).
         index: its position in the group.
-        held: what happens to its gradient.
+        held: handling of its gradient.
     """
 
     parameter: torch.nn.Parameter

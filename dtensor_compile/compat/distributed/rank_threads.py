@@ -97,7 +97,7 @@ class _Stopped(BaseException):
 
 
 class _Turns:
-    """Schedules the ranks: one has the turn.
+    """Schedules the ranks, of which one runs at a time.
 
     Args:
         world: number of ranks.

@@ -1,4 +1,4 @@
-"""What the trace of a call depends on, as values that can be compared with those of another call.
+"""Dependencies of the trace of a call, as values that can be compared with those of another call.
 
 No comparison here adds a guard: symbolic sizes are compared as expressions.
 """
@@ -31,7 +31,7 @@ _SKIPPED = if_there("torch._dynamo.guards:SKIP_GUARD")
 
 
 class Differs(Exception):
-    """A call cannot have the nodes of another one; the text says why."""
+    """The nodes of one call cannot be copied for another; the message gives the reason."""
 
 
 def _size(size: Any) -> Any:
@@ -53,8 +53,8 @@ Fact = tuple[Any, VariableTracker | None]
 
 
 def flat_facts(variable: VariableTracker) -> Iterator[Fact]:
-    """Facts about a value and all that it contains. What is none of tensors, sizes, constants and plain containers is
-    the same for two calls if it is one object."""
+    """Facts about a value and everything that it contains. Values other than tensors, sizes, constants and plain
+    containers are equal for two calls if they are one object."""
     variable = variable.realize()
     if isinstance(variable, TensorVariable):
         yield ("tensor", type(variable), *tensor_facts(variable.as_proxy().node.meta["example_value"])), variable
@@ -94,8 +94,8 @@ def argument_facts(args: Sequence[VariableTracker], kwargs: Mapping[str, Variabl
 
 
 def state_check() -> Callable[[], bool]:
-    """A function that says whether the global state of torch (grad mode, autocast, default dtype, modes) is that of
-    now."""
+    """A function that returns whether the global state of torch (grad mode, autocast, default dtype, modes) is
+    unchanged."""
     state, modes = torch._C._dynamo.guards.GlobalStateGuard(), _modes()
     return lambda: bool(state.check()) and modes == _modes()
 
@@ -105,7 +105,7 @@ def _modes() -> list[type]:
 
 
 class OtherModule:
-    """Sources and values below one module, where another module is in its place."""
+    """Maps sources below one module to those below another, and reads their values."""
 
     def __init__(self, tx: Translator, old: Source, new: Source) -> None:
         root = tx.output.root_tx
@@ -150,9 +150,9 @@ class GuardFact:
 
     Attributes:
         source: of what is guarded.
-        check: whether another value passes; None where `same_as` says it all.
+        check: whether another value passes; None if `same_as` is the whole guard.
         create: the function of the guard.
-        same_as: the source of the object that is the same one.
+        same_as: the source of the same object, of a guard on identity; None for other guards.
     """
 
     source: Source
@@ -195,7 +195,7 @@ _OF_TENSORS = {"TENSOR_MATCH", "DTENSOR_MATCH", "DUPLICATE_INPUT"}
 
 
 def guards_below(tx: Translator, module: Source) -> list[GuardFact]:
-    """The guards so far on a module and all that is below it.
+    """The guards installed so far on a module and everything below it.
 
     Raises:
         Differs: what one of them checks is not known.

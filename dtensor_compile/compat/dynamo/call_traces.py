@@ -1,4 +1,4 @@
-"""The nodes of one call of a module, what they depend on, and their copy for a call of another."""
+"""The nodes of one call of a module, their dependencies, and their copy for a call of another module."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class _InPlaceOf(NamedTuple):
 
 @dataclass
 class CallTrace:
-    """The nodes of one call, and what they depend on.
+    """The nodes of one call, and their dependencies.
 
     Attributes:
         number: in the frame.
         module: source of the module.
         facts, guards, same_state: as `call_facts` has them.
-        writes: number of writes of the frame to what it did not make, when the call was traced.
+        writes: number of writes of the frame to objects that it did not make, when the call was traced.
         nodes: of the call.
-        inputs: where the nodes from outside come from; None: they are the same for each call.
+        inputs: origins of the nodes from outside; None if those are the same for each call.
         result: of the call.
         calls: number of calls so far.
     """
@@ -80,7 +80,7 @@ class CallTrace:
 def inputs_of(
     tx: Translator, nodes: Sequence[torch.fx.Node], module: VariableTracker, facts: Sequence[Fact]
 ) -> dict[torch.fx.Node, _Argument | _Below | _InPlaceOf | None]:
-    """Where the nodes that a call uses, and that are from outside of it, come from.
+    """Origins of the nodes from outside that a call uses.
 
     Raises:
         Differs: of one, it is not known.
@@ -185,7 +185,7 @@ def copy_call(
 def _inputs_of_copy(
     tx: Translator, trace: CallTrace, module: VariableTracker, facts: Sequence[Fact], other: OtherModule
 ) -> dict[torch.fx.Node, torch.fx.Node]:
-    """What the other call has for each node from outside.
+    """The counterparts of nodes from outside in the other call.
 
     Raises:
         Differs: something is missing or different; nothing was changed.

@@ -131,7 +131,7 @@ def name_in_program(name: str) -> str:
 
 
 def forget_fixed_address(node: torch.fx.Node) -> bool:
-    """Takes back that an input of a graph has a fixed address; whether Dynamo took it for one."""
+    """Clears the mark that an input of a graph has a fixed address; returns whether it was set."""
     return node.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None) is not None
 
 

@@ -67,8 +67,8 @@ class Frame:
         traces: by the code that is called.
         count: number of the traces.
         tracing: whether a block is being traced.
-        writes: number of writes to what the frame did not make.
-        effects: what the block that is being traced does besides computing.
+        writes: number of writes to objects that the frame did not make.
+        effects: side effects of the block that is being traced.
         known: ids of the trackers of objects that were there before.
     """
 
@@ -97,7 +97,7 @@ def _traced_apart(tx: Translator, module: VariableTracker, reason: Differs) -> N
 
 
 def traced_apart() -> list[tuple[str, str]]:
-    """The calls of blocks in the graph that is being compiled which were traced by themselves: module, and why."""
+    """The module and the reason for each call of a block that was traced by itself in the graph being compiled."""
     found: list[tuple[str, str]] = vars(TracingContext.get()).get(_APART, [])
     return found
 
@@ -146,7 +146,7 @@ def _owner(tx: Translator, source: Source, module: torch.nn.Module) -> torch.nn.
 
 
 def _is_large(module: torch.nn.Module) -> bool:
-    """Whether several modules in `module` have parameters of their own; others are traced in no time."""
+    """Whether several modules in `module` have parameters of their own; copying saves nothing for others."""
     return sum(bool(part._parameters) for part in module.modules()) >= 2
 
 
@@ -267,7 +267,7 @@ def _call(
 
 
 def _writes(stock: Any, self: SideEffects, item: VariableTracker) -> Any:
-    """Notes writes to what the frame did not make, and writes of a block to what it did not make."""
+    """Counts writes to objects that the frame, or the block being traced, did not make."""
     frame = _frame_of(self)
     if frame is not None:
         outside = isinstance(item.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
@@ -278,7 +278,7 @@ def _writes(stock: Any, self: SideEffects, item: VariableTracker) -> Any:
 
 
 def _reads(stock: Any, self: SideEffects, item: VariableTracker, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Notes reads of what the program has written, in objects that a block did not make."""
+    """Notes reads of attributes that the program has written, of objects that a block did not make."""
     frame = _frame_of(self)
     if frame is not None and frame.tracing and id(item) in frame.known:
         frame.effects.append(f"it reads {name}, which the program has written")

@@ -1,4 +1,4 @@
-"""What a compiled graph is kept with in Inductor's cache: a text about its collectives, for the process that finds it.
+"""Text about the collectives of a compiled graph, kept with it in Inductor's cache for the process that finds it.
 
 A rank that finds its graph does not lower it, and could not announce to other ranks, which may have to compile it, what
 collectives it calls.
