@@ -141,7 +141,7 @@ class Trainer:
 def _llama_of_its_own() -> type[Llama]:
     """`Llama` with functions that nothing was compiled for.
 
-    Dynamo keeps what it knows of a function by its code, for all backends. Where stock breaks the graph it marks the
+    Dynamo keeps its state of a function by the code, for all backends. Where stock breaks the graph it marks the
     function as not to be compiled, and whoever compiles it later compiles the functions that it calls one by one.
     """
     spec = importlib.util.spec_from_file_location(llama.__name__, llama.__file__)

@@ -106,11 +106,11 @@ def _build(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def share(lowered: Mapping[int, Lowered]) -> dict[str, dict[int, int]]:
-    """For each program and rank, the first rank whose graphs are the same, over the same process groups where these
-    are no mesh's.
+    """For each program and rank, the first rank whose graphs are the same, over the same process groups if these belong
+    to no mesh.
 
     Args:
-        lowered: by rank, what it lowered.
+        lowered: the lowered programs by rank.
     """
     shared: dict[str, dict[int, int]] = {}
     first: dict[tuple[str, ...], int] = {}
@@ -137,7 +137,7 @@ def _in_processes(
     files: Mapping[int, pathlib.Path],
     caches: Mapping[int, pathlib.Path] | None = None,
 ) -> dict[int, Lowered]:
-    """What the program lowers on ranks that are simulated in processes of their own.
+    """The lowered programs of ranks that are simulated in processes of their own.
 
     Args:
         files: for each of the ranks, the file to which its process writes.
@@ -162,7 +162,7 @@ def _in_processes(
 
 
 def _of_one_rank(args: argparse.Namespace) -> int:
-    """Runs the program as one simulated rank, and writes what it lowered."""
+    """Runs the program as one simulated rank, and writes its lowered programs."""
     job = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.of_rank)
     build = Build(kernels=args.compile)
     printed = contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO())

@@ -48,10 +48,10 @@ class GraphBreak:
 
     Attributes:
         source: the user's line.
-        called: what was called there, as Dynamo names it.
+        called: the call at that place, as Dynamo names it.
         cause: code of the catalogue of causes (``docs/causes.md``).
-        title, why, instead: that cause in words.
-        breaks_under: which backends break there: every one, stock ones only, this one only.
+        title, why, instead: texts of that cause.
+        breaks_under: the backends that break there: every one, stock ones only, this one only.
         message: Dynamo's message.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the
             graph.
@@ -111,7 +111,7 @@ class Redistribution:
         fate: see `Fate`.
         bytes_before: bytes if it were sent as captured; `bytes` are those that are sent in the end.
         seconds, exposed_seconds: of its collectives; while exposed, nothing computes.
-        decided_by, reason: the pass that changed it, and why; empty if none did.
+        decided_by, reason: the pass that changed it, and its reason; empty if none did.
     """
 
     source: Source
@@ -272,7 +272,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Measured compile time of a part of a stage, without what was begun inside.
+    """Measured compile time of a part of a stage, without nested phases.
 
     Attributes:
         stage: one of `recording.profile.STAGES`.
@@ -287,7 +287,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Measured compile time that a stage spent for one layer (``blocks.3``), all of its modules together."""
+    """Measured compile time of a stage for one layer (``blocks.3``), all of its modules together."""
 
     layer: str
     stage: str

@@ -82,7 +82,7 @@ def main_of(
     """Runs a command that takes a target; returns the exit status.
 
     Args:
-        script: what is done with a script, for ``--help``.
+        script: handling of a script, for ``--help``.
     """
     try:
         args = parsed(options, argv)

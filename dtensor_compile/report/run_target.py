@@ -1,4 +1,4 @@
-"""`report_target`: from the name of a target to its report, without the printing of ``dtensor-compile report``.
+"""`report_target`: the report of a target by its name, without the printing of ``dtensor-compile report``.
 
 Input: a target and its job. Output: a `Report`. The job is simulated, which needs one process and no network, or real,
 under ``torchrun``.

@@ -306,7 +306,8 @@ def _place(ledger: Ledger, name: str, ranks: tuple[int, ...], mine: Announcement
 
 
 def _compare(ledger: Ledger, waiting: list[Waiting]) -> list[Waiting]:
-    """Waits until all have answered or need not be waited for; returns those that have not, and still may."""
+    """Waits until all ranks have answered or need not be waited for; returns the entries of those that may still
+    answer."""
     begin, pause = time.monotonic(), 0.002
     while True:
         still = []

@@ -21,7 +21,7 @@ def frame_failed(code: types.CodeType, error: Exception, fate: Fate) -> None:
     """Called with an error that ends the compilation of a frame.
 
     Args:
-        fate: what Dynamo does about the error.
+        fate: Dynamo's handling of the error.
 
     Raises:
         AgreementError: the frame would run in eager on this rank only.

@@ -1,8 +1,7 @@
-"""Runs of a compiled graph whose end, or whose errors, the agreement of the ranks has to know.
+"""Reports the end, and errors, of runs of a compiled graph to the agreement of the ranks.
 
 Errors of most graphs pass through Python code around them anyway (`compat.aot.unwrap`), where a ``try`` takes no time.
-A wrapper is left for graphs over plain tensors that take no gradient, and for those that run before all ranks have
-answered.
+Only graphs over plain tensors that take no gradient, and those that run before all ranks have answered, get a wrapper.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class _Bucket:
     full: bool = False
 
     def key(self) -> Hashable:
-        """The properties that collectives of one bucket share."""
+        """The properties that collectives of one bucket have in common."""
         first = self.starts[0]
         value = value_of(node_arg(first, 0))
         return first.target, first.args[1:], value.dtype, value.device, self.late, self.stretch

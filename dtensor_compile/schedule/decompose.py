@@ -196,7 +196,7 @@ def _fixed(*shapes: tuple[object, ...]) -> bool:
 
 
 def _choose(pair: Pair, cluster: Cluster, hidden: float, matmuls: float) -> tuple[int, str]:
-    """Number of parts, 1 for none, and why.
+    """Number of parts (1: not decomposed), and the reason.
 
     Args:
         hidden: seconds of the collective, undivided, for which compute does not wait.

@@ -98,7 +98,7 @@ def rearrange(
 
 
 def _described(found: KernelOrder, nodes: Nodes, roles: Sequence[_Role]) -> KernelOrder:
-    """An order with what its kernels are."""
+    """An order with descriptions of its kernels."""
     tasks, given = found.tasks, len(found.tasks) - len(nodes)
     each = dict(enumerate(roles, given))
     starts = {

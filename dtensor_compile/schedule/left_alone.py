@@ -1,9 +1,9 @@
-"""Decisions about what stages leave alone in a graph, with the maximum cost of that.
+"""Decisions about nodes of a graph that stages leave alone, with the maximum cost of that.
 
 In: a joint graph, or a lowered one with the cluster for which it is planned. Out: decisions; the graph stays as it is.
 Stages that know the reason when they decide report it themselves.
 
-Seconds are those of the collectives concerned without any overlap: nothing better is known for a stage that did not
+Seconds are those of the collectives concerned without any overlap: no better estimate exists for a stage that did not
 run. They are for reports only, so that they may differ between ranks.
 """
 

@@ -1,7 +1,7 @@
 """Equal blocks of a program are traced by AOTAutograd once, and become calls of one graph.
 
 Input: a copy of the Dynamo graph, whose nodes say to which call of a block they belong. Output: the same graph with
-calls in place of these nodes. What cannot be called is left in the graph, under a decision.
+calls in place of these nodes. Blocks that cannot be called stay in the graph, with a decision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCKS = "blocks"
 
 
 class BlockError(Exception):
-    """Calls of a block cannot have one graph; the text says why."""
+    """Calls of a block cannot have one graph; the message gives the reason."""
 
 
 class GradientsDiffer(DTensorCompileError):
@@ -86,7 +86,7 @@ def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
 
 
 def _trace(block: RepeatedBlock, number: int, this: Compilation, graphs: dict[str, BlockGraph]) -> Callable[..., Any]:
-    """The function that stands for a block while the program is traced.
+    """The function that replaces a block while the program is traced.
 
     Raises:
         BlockError: its graph cannot be called.
@@ -129,10 +129,10 @@ def _plan(graph: torch.fx.Graph, this: Compilation) -> None:
 
 
 class _Call:
-    """A local graph as one operator, and views of what that returns.
+    """A local graph as one operator, and views of its results.
 
-    A result that is a view is made of what it is a view of: no result of the operator shares memory with another one,
-    or with an input.
+    A result that is a view is made from its view base, so that no result of the operator shares memory with another
+    one, or with an input.
     """
 
     def __init__(self, module: torch.fx.GraphModule, name: str, of: str) -> None:

@@ -27,7 +27,7 @@ from dtensor_compile.topology.network import plans_for
 
 
 def report_order_left(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
-    """Decisions about what the order of the graph leaves alone, for recordings."""
+    """Decisions about nodes that keep their place in the order of the graph, for recordings."""
     return order_left(graph, this.options.topology, scheduled=this.options.schedule) if this.log.recordings else []
 
 

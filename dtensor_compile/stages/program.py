@@ -64,7 +64,7 @@ def return_bases_of_views(program: torch.fx.GraphModule, this: Compilation) -> N
 
 
 def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
-    """Notes what is needed if tangents differ from those expected."""
+    """Prepares the handling of tangents that differ from those expected."""
     this.writes = may_write(program)
     this.even = this.options.schedule and shards_are_even(program)
     tangents = this.tangents
@@ -88,8 +88,8 @@ def report_inductor_order(program: torch.fx.GraphModule) -> list[Decision]:
 
 
 def report_blocks(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
-    """Decisions about modules of one class that one module holds: how many calls were traced once, and what differed
-    where a call was not."""
+    """Decisions about modules of one class that one module holds: the number of calls traced once, and the difference
+    of each other call."""
     places = {node.meta[PLACE][:2] for node in program.graph.nodes if PLACE in node.meta}
     copied = sum(call > 0 for _, call in places)
     names = [(path_of(name_in_program(name)) or name, why) for name, why in traced_apart()]

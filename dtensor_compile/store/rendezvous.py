@@ -29,7 +29,7 @@ def all_arrive(topic: str, ranks: Sequence[int], patience: float | None = None) 
     """Whether all of `ranks`, including this one, have arrived at the same topic; the same answer on each of them.
 
     Args:
-        topic: names what is to be done together.
+        topic: names the joint operation.
         ranks: global ranks.
         patience: seconds that a rank waits for the others; None for `PATIENCE`.
     """

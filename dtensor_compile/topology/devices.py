@@ -31,8 +31,8 @@ def _number(names: Sequence[str]) -> int | None:
 
 
 def on_one_host() -> bool:
-    """Whether the launcher started all ranks of the job on this host, as on all ranks; False where it does not say how
-    many are here, and for a job in name only."""
+    """Whether the launcher started all ranks of the job on this host; the same on all ranks. False if the launcher does
+    not set the number of ranks of this host, and for a simulated job."""
     return (
         dist.is_available()
         and dist.is_initialized()

@@ -41,7 +41,7 @@ class Network:
         return len(set(self.links)) <= 1 and not self.backend
 
     def link(self, mesh_dims: Sequence[int]) -> Link:
-        """The link that a collective over these mesh dims together sees."""
+        """The effective link of a collective over these mesh dims together."""
         return slowest([self.links[i] for i in mesh_dims]) if self.links else PLAIN
 
     def seconds(

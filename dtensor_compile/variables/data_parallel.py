@@ -221,7 +221,7 @@ def _call_wrapped(
     tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """``module(*args, **kwargs)`` of a module that ``torch.compile`` wrapped before ``fully_shard`` did: Dynamo knows
-    the class of the first alone."""
+    only the class of the first wrapper."""
     return function_variable(torch.nn.Module._call_impl).call_function(tx, args, kwargs)
 
 
