@@ -428,7 +428,7 @@ class RefusedBySome(Exception):
 def _attempt(run: Callable[[], dict[str, Any]]) -> Any:
     try:
         return run()
-    except Exception:  # noqa: BLE001 - told to the other ranks
+    except Exception:  # noqa: BLE001 - reported to the other ranks
         return traceback.format_exc()[-2500:]
 
 
@@ -441,12 +441,12 @@ def _raise_if_refused(result: Any) -> None:
     Raises:
         RefusedBySome: eager raised on some ranks only; the job is of no use any more.
     """
-    ledger, said = current_ledger(), "refused" if isinstance(result, str) else "ran"
+    ledger, outcome = current_ledger(), "refused" if isinstance(result, str) else "ran"
     if ledger is not None:
         everyone = tuple(range(dist.get_world_size()))
         number = _asked[ledger.epoch] = _asked.get(ledger.epoch, 0) + 1
         keys = [ledger.key(everyone, "refused", number, rank) for rank in everyone]
-        ledger.store.set(keys[dist.get_rank()], said)
+        ledger.store.set(keys[dist.get_rank()], outcome)
         try:
             ledger.store.wait(keys, PATIENCE)
         except RuntimeError:  # which one depends on the store
