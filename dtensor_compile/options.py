@@ -54,18 +54,17 @@ class Options:
             the last lines of the compiler's output.
         fallback: ``"replicate"`` runs an operator for which torch has no sharding rule on replicated tensors, and
             reports that as a decision; ``"error"`` raises as eager does.
-        topology: The links for which redistributions are planned: a preset (``"h100"``, ``"a100"``,
-            ``"cpu-10gbit"``, ...), or the path of a TOML or JSON file (`topology/files.py`;
-            ``torchrun ... tools/measure_links.py --save FILE.json`` measures one). ``None``: all mesh dims are equal,
-            and plans with the fewest bytes win.
+        topology: The links for which redistributions are planned: a preset (``"h100"``, ``"a100"``, ``"cpu-10gbit"``,
+            ...), or the path of a TOML or JSON file (`topology/files.py`; ``torchrun ... tools/measure_links.py --save
+            FILE.json`` measures one). ``None``: all links count as equal, and plans with the fewest bytes win.
         schedule: Starts collectives early and waits for them late, so that they overlap with compute. ``False`` keeps
             the order of the program.
         kernel_costs: Kernel times for the schedule: ``"estimated"`` by the rates of the device in `topology`, or
             ``"measured"``: matmuls, convolutions and attention are timed on the current device (a few hundredths of a
             second for each different one, once in a process); fused loops stay estimated.
-        overlap_memory: How much `schedule` may add to the peak of live tensors, as a fraction of it; ``float("inf")``
-            for no limit. The memory of the order of ``fully_shard`` itself (two modules gathered, one reduction in
-            flight; `schedule/wrapper_order.py`) is always allowed.
+        overlap_memory: Increase of the peak of live tensors that `schedule` may cause, as a fraction of it;
+            ``float("inf")`` for no limit. The memory of the order of ``fully_shard`` itself (two modules gathered, one
+            reduction in flight; `schedule/wrapper_order.py`) is always allowed.
         redistribution_memory: Bytes that one redistribution may hold at once besides its input (result, buffers, and
             tensors between its steps; `planner/memory.py`). Plans that hold more are excluded, even if the remaining
             ones send more bytes; if none remains, the compilation fails with an error that reports what is needed and

@@ -152,7 +152,7 @@ class Feature:
     Attributes:
         name: as shown in docs and warnings.
         hooks: all that it needs.
-        without: what happens if one is missing.
+        without: the consequence if one is missing.
         essential: whether a missing hook is an error.
         upstream: the issue or pull request in torch's repository, or ``not reported: `` and why.
         remove_when: the condition on torch under which the patches can be removed.

@@ -44,7 +44,7 @@ class Use:
 
 
 def kind_of(this: Allocation, known: Mapping[Allocation, str], forward: int, backward: int) -> str:
-    """What an allocation holds.
+    """The kind of an allocation.
 
     Args:
         known: kinds of allocations that objects of the program have.
@@ -64,7 +64,7 @@ class StepUse:
     """Memory over a step.
 
     Attributes:
-        uses: where it begins, and after each change.
+        uses: at its begin, and after each change.
         peak: the first of them at which most is held.
         held: the allocations that are held then.
         blocks: the allocator's blocks in order, as `allocator.reserved_by` takes them: first those that are held where
@@ -81,7 +81,7 @@ def use_of_step(changes: Sequence[Change], kind_of: Callable[[Allocation], str],
     """Memory over the step between two of the `changes` of a program.
 
     Args:
-        kind_of: what an allocation holds.
+        kind_of: returns the kind of an allocation.
         begin, end: number of changes before and after the step.
     """
     before: dict[Allocation, None] = {}

@@ -192,7 +192,7 @@ class Recording:
         self.lazy_seconds += seconds
 
     def calls_of(self, compilation: FrameCompilation | None) -> int:
-        """How often the graphs of a compilation count in sums."""
+        """Number of times that the graphs of a compilation count in sums."""
         return max(compilation.calls, 1) if self.one_step and compilation is not None else 1
 
     def observe(self, graph: torch.fx.Graph) -> None:

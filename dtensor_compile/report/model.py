@@ -55,7 +55,8 @@ class GraphBreak:
         message: Dynamo's message.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the
             graph.
-        count: how often Dynamo reached it: in each frame that contains it, inlined or not, at each compilation.
+        count: number of times that Dynamo reached it: in each frame that contains it, inlined or not, at each
+            compilation.
         graphs: number of graphs into which all of its breaks split the function.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
     """
@@ -148,7 +149,7 @@ class Collective:
         graph: index in `Side.graphs`; None for one outside of graphs, whose time counts as fully exposed.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
         also: indices of the other redistributions that it carries, if collectives were merged.
-        calls: how often it runs in a step; bytes and times are of all of these.
+        calls: number of its runs in a step; bytes and times are of all of these.
     """
 
     kind: str
@@ -233,7 +234,7 @@ class Graph:
         spans: the schedule.
         rests_on: source of order and times: the compiled ``"kernels"``, or the ``"graph"`` before them, if there are
             none.
-        calls: how often it runs in a step; its times are of one run.
+        calls: number of its runs in a step; its times are of one run.
     """
 
     function: str

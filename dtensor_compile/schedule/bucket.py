@@ -12,7 +12,7 @@ graph: the backend has coalesced forms, and sends several tensors at once (NCCL)
 thread that sends (gloo). Reduce-scatters of gloo are packed by one kernel instead, for an exchange
 (`reduce_by_exchange.py`).
 
-What joins a bucket:
+Collectives that join a bucket, and its place:
 
     gathers of inputs            at the first of them; the first use waits for what the link carries in a few latencies
                                  more. Of what the program groups, large parts between whose first uses other groups are

@@ -191,7 +191,7 @@ def _seconds(node: torch.fx.Node, computed: set[torch.fx.Node], cluster: Cluster
 
 
 class BlockCost(NamedTuple):
-    """What one call of the graph of a block takes.
+    """The cost of one call of a block.
 
     Attributes:
         seconds: in its order, collectives that it waits for included.

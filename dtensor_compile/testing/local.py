@@ -68,7 +68,7 @@ class Reference:
     Attributes:
         found: by name, as `Case.run` returns it; None if each rank runs eager itself.
         random: state of the generator by rank.
-        refused: why ``LocalTensor`` did not run the program.
+        refused: the reason why ``LocalTensor`` did not run the program.
     """
 
     found: dict[str, Any] | None

@@ -51,7 +51,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 
 
 class MemberRule(enum.Enum):
-    """How a member of an object is traced."""
+    """Rule for tracing a member of an object."""
 
     BAKE = enum.auto()
     ASK = enum.auto()

@@ -260,7 +260,7 @@ def test_symbolic_sizes_take_steps_that_are_right_for_all():
 
 def test_topology_weighs_mesh_dims():
     slow, fast = Link(1e-5, 1e8), Link(1e-6, 1e11)
-    # Where all dims are alike one gather does; over a slow and a fast link it would send everything over the slow one.
+    # With equal links one gather does; over a slow and a fast link it would send everything over the slow one.
     assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096))) == 1
     assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096), network=Network((slow, fast)))) == 2
 

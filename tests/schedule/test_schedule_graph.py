@@ -275,6 +275,6 @@ def starts(layout_name, uneven, topology):
         pytest.param("2d", 4, False, "cpu-1gbit", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_bitwise_the_same_and_all_ranks_start_alike(layout, ranks, uneven, topology):
+def test_a_step_is_bitwise_the_same_and_all_ranks_have_one_order_of_starts(layout, ranks, uneven, topology):
     first, *others = run_on_ranks(ranks, starts, layout, uneven, topology)
     assert all(other == first for other in others) and len(first) == 4 and all(first)

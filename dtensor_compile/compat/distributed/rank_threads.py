@@ -1,9 +1,9 @@
 """Runs the ranks of a job as threads of this process, one at a time.
 
 A rank runs until a collective has to wait for another rank; then the next rank that can continue runs. Nothing runs
-concurrently: what a compilation changes in torch while it lasts is invisible to other ranks, and a deadlock is an error
-at once instead of a timeout. Process-wide state (torch's generator, Dynamo's record of sizes, the environment, and
-whatever else the caller names) is kept per rank and restored when its turn comes.
+concurrently: changes of torch during a compilation are invisible to other ranks, and a deadlock is an error at once
+instead of a timeout. Process-wide state (torch's generator, Dynamo's record of sizes, the environment, and whatever
+else the caller names) is kept per rank and restored when its turn comes.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def run_in_threads(
         MismatchError: ranks of a group call different collectives.
         RuntimeError: this process has a process group.
         UnsupportedTorchError: the installed torch has no such threads.
-        Exception: what the first rank that failed raised, with its rank as a note.
+        Exception: the exception of the first rank that failed, with its rank as a note.
     """
     _THREADS.works()
     if dist.is_initialized():

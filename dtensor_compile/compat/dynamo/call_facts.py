@@ -198,7 +198,7 @@ def guards_below(tx: Translator, module: Source) -> list[GuardFact]:
     """The guards installed so far on a module and everything below it.
 
     Raises:
-        Differs: what one of them checks is not known.
+        Differs: the check of one of them is unknown.
     """
     below: dict[Source, bool] = {module: True}
 

@@ -202,7 +202,7 @@ class _Body:
     Attributes:
         facts: about the gradients that it is traced for, per group (of the inputs, of the outputs of a module) and
             gradient.
-        kept: which results are tensors; the others are None.
+        kept: whether each result is a tensor; the others are None.
         proxies: the graph, and the tensors that the hooks use besides their gradients.
     """
 

@@ -45,7 +45,7 @@ class FrameCompilation:
         seconds: measured, nested compilations included; 0 until it has ended.
         outermost: whether no other compilation contains it.
         names: the program's names of modules for which Dynamo has others (`module_names.root_names`).
-        calls: how often its graphs ran, as far as their backend reports it; of all graphs of the frame together.
+        calls: number of runs of its graphs, as far as their backend reports it; of all graphs of the frame together.
     """
 
     number: int

@@ -66,7 +66,7 @@ def graph_break(code: str, context: str, explanation: str = "", hint: str = "") 
     Args:
         code: the cause, as in `dtensor_compile.causes`.
         context: the construct that was found.
-        explanation, hint: why it is not traced, and what the user can do; by default, the cause's texts.
+        explanation, hint: the reason why it is not traced, and the remedy; by default, the cause's texts.
     """
     row = cause(code)
     unimplemented(
