@@ -67,8 +67,8 @@ class Options:
             reduction in flight; `schedule/wrapper_order.py`) is always allowed.
         redistribution_memory: Bytes that one redistribution may hold at once besides its input (result, buffers, and
             tensors between its steps; `planner/memory.py`). Plans that hold more are excluded, even if the remaining
-            ones send more bytes; if none remains, the compilation fails with an error that reports what is needed and
-            what would fit. ``None`` for no limit.
+            ones send more bytes; if none remains, the compilation fails with an error that reports the memory needed
+            and an alternative that fits. ``None`` for no limit.
         regather: Gathered tensors that backward needs: ``"always"`` gathers them again there (less memory, more bytes
             sent), ``"never"`` keeps them, including those that FSDP or a checkpointed region would gather again, and a
             number keeps up to so many bytes on each rank (`lowering/regather.py` decides which). ``None``: as
@@ -78,8 +78,8 @@ class Options:
             is compiled, and a warning says why (`runtime/artifacts.py`). ``None``: only torch's caches.
         blocks: Modules of one class that one module holds, such as the layers of a transformer: ``"traced"`` traces the
             first, and copies its graph for others that differ in nothing that its trace depended on; ``"once"`` also
-            plans, lowers and compiles it once, for all of them: what is sent at the ends of blocks is planned inside of
-            them, and only what is between them is ordered across blocks; ``"each"`` does everything for every one.
+            plans, lowers and compiles it once, for all of them: collectives at the ends of blocks are planned inside of
+                them, and only nodes between blocks are ordered across them; ``"each"`` does everything for every one.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 

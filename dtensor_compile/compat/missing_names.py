@@ -2,8 +2,8 @@
 
 Modules of `compat` import private names of torch at their top, as any module does. Where torch has moved one away, that
 import would end the whole backend. So these modules are loaded by `_Loader`: an import of theirs that torch cannot
-serve gives a stand-in. A stand-in may be imported further, subclassed, and asked whether something is an instance of
-it (nothing is); to call it, or a class derived from it, is an `UnsupportedTorchError` that names what is missing. The
+serve gives a stand-in. A stand-in may be imported further, subclassed, and asked whether something is an instance of it
+(nothing is); calling it, or a class derived from it, raises an `UnsupportedTorchError` with the missing name. The
 features that the importing module declares do not work then (`patches.Feature`); all others do.
 """
 

@@ -3,7 +3,7 @@
 Input: a command line of ``dtensor-compile plan`` and the settings that vary: sizes of mesh dims, and arguments of the
 target's function. Output: the plans, the fastest first among those that fit, and for each other one the reason.
 
-The number of ranks stays: where one mesh dim varies, the first of the others takes what is left.
+The number of ranks stays: if one mesh dim varies, the first of the others gets the remaining ranks.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def form(
         given: global forms of the tensors that it reads, in the order of `tensors_of`.
         layout: layout of the mesh that all of them are on.
         shapes: global shapes of the results, if known. If not, those of a view follow from `given`, which then has to
-            be what it reads in the graph.
+            be its operand in the graph.
     """
     found = rule_of(node, given, layout, shapes)
     if found is None:

@@ -208,7 +208,7 @@ _watchers: list[Callable[[str, torch.fx.Graph], None]] = []
 
 @contextlib.contextmanager
 def record(*, others: bool = False, profile: bool = False) -> Iterator[Recording]:
-    """Collects what happens to the graphs compiled meanwhile. Recordings may be nested.
+    """Collects the stages of the graphs compiled meanwhile. Recordings may be nested.
 
     Args:
         others: also inspect the graphs that other backends compile (graph breaks and recompilations are recorded in any

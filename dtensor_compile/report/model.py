@@ -55,8 +55,7 @@ class GraphBreak:
         message: Dynamo's message.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the
             graph.
-        count: number of times that Dynamo reached it: in each frame that contains it, inlined or not, at each
-            compilation.
+        count: number of visits by Dynamo: in each frame that contains it, inlined or not, at each compilation.
         graphs: number of graphs into which all of its breaks split the function.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
     """

@@ -287,7 +287,8 @@ def _read(folder: str, world: int) -> Artifacts | str:
 
 @functools.cache
 def _unpacked(folder: str, first: int, name: str, sha256: str, into: str) -> str:
-    """Writes the files of an archive that are missing into the cache folder; returns what went wrong, or nothing."""
+    """Writes the files of an archive that are missing into the cache folder; returns an error message, or an empty
+    text."""
     path = pathlib.Path(folder) / name
     try:
         if _digest_of(path) != sha256:

@@ -42,8 +42,8 @@ class Waiting:
         function, graph: names of the compiled function and of its graph, the same on every rank.
         place: of the announcement among those of the graph over these ranks.
         same_place: key of the other rank's announcement in that place.
-        enough: keys, each of which means that there is nothing to compare: the other rank has announced the same as
-            often, for whatever functions, or takes this one from a cache.
+        enough: keys, each of which means that there is nothing to compare: the other rank has announced the same
+            collectives as often, for any functions, or takes this graph from a cache.
         failed: key under which the other rank announces that it cannot compile the same function.
     """
 

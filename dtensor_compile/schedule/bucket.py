@@ -7,9 +7,9 @@ Each rank sends and receives the same elements as before, and each element is ga
 than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits of a sum may differ).
 Parameters that one ``fully_shard`` wraps are gathered and reduced together, and gradients of
 ``DistributedDataParallel`` fill its buckets (`ops/groups.py`). Beyond that, merging pays while a collective takes
-longer to start than to send: up to `FULL` times what the link carries during its latency. Nothing is copied in the
-graph: the backend has coalesced forms, and sends several tensors at once (NCCL), or packs them beside compute, in the
-thread that sends (gloo). Reduce-scatters of gloo are packed by one kernel instead, for an exchange
+longer to start than to send: up to `FULL` times the bytes that the link carries during its latency. Nothing is copied
+in the graph: the backend has coalesced forms, and sends several tensors at once (NCCL), or packs them beside compute,
+in the thread that sends (gloo). Reduce-scatters of gloo are packed by one kernel instead, for an exchange
 (`reduce_by_exchange.py`).
 
 Collectives that join a bucket, and its place:

@@ -93,7 +93,7 @@ def decompose_matmuls(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: f
     """Decomposes the matmuls of `graph` that are beside collectives, if that pays.
 
     Args:
-        overlap_memory: as for `schedule_graph`, whose order determines what is exposed.
+        overlap_memory: as for `schedule_graph`, whose order determines the exposed time.
     """
     found = list(pairs(graph))
     if not found:

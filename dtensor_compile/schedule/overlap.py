@@ -44,8 +44,8 @@ def decompose_matmuls(
 
 
 def bucket_collectives(graph: torch.fx.Graph, topology: Cluster | None, asked: bool) -> list[Decision]:
-    """`dtensor_compile.schedule.bucket`: merges what the program groups, and more if the user asks for it or if it
-    pays.
+    """`dtensor_compile.schedule.bucket`: merges collectives that the program groups, and others if the user asks for it
+    or if it pays.
 
     Args:
         topology: of the job; None for the default of the device.

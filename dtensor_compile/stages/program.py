@@ -75,7 +75,7 @@ def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
 
 
 def report_cacheability(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
-    """Names the modules of the program for the report; returns decisions about what prevents caching."""
+    """Names the modules of the program for the report; returns decisions with the reasons that prevent caching."""
     if not recording():
         return []
     name_modules(program)

@@ -12,7 +12,7 @@ from dtensor_compile.compat.distributed.device_meshes import default_store
 
 
 class Ledger:
-    """The store, and what this rank wrote to it.
+    """The store, and this rank's entries in it.
 
     Attributes:
         group, store: the default process group and its store.
@@ -20,7 +20,7 @@ class Ledger:
             (`runtime.collective_agreement`).
         refused: keys of announcements that disagreed with another rank's.
         unanswered: keys of announcements that another rank could not answer, because it failed.
-        announcements: number of announcements of the same collectives of a group, for whatever graphs.
+        announcements: number of announcements of the same collectives of a group, for any graphs.
         graphs: number of compilations per graph, by name.
         compilations: number of compilations started per function, by name.
         partners: by function, the ranks with which its graphs communicate.

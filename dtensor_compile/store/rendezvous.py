@@ -1,6 +1,6 @@
 """Two-phase rendezvous through the store before a blocking collective setup.
 
-All ranks get the same answer: whether all of them have arrived at the same topic. Nobody waits much longer than
+All ranks get the same answer: whether all of them have arrived at the same topic. No rank waits much longer than
 `PATIENCE` for it, whatever the others do: a rank that compiles something alone, for instance to inspect its parameters,
 must not hang.
 

@@ -104,7 +104,7 @@ def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: b
     """Averages the gradients of the parameters of `module` from here on; once per frame, even if it is called often.
 
     If gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer averages
-    what autograd accumulates; it is set up for that after the graph has run.
+    the gradients that autograd accumulates; it is set up for that after the graph has run.
     """
     if ddp.needs_reducer(owner) or not in_sync:
         call_after_graph(tx, functools.partial(ddp.arm_reducer, weakref.ref(owner)), [])

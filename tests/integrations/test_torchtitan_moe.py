@@ -2,8 +2,8 @@
 eager.
 
 torchtitan runs them on GPUs alone. What keeps eager from a CPU has a form here that runs there, for both eager and
-compiled code: the counts of tokens (`torch.histc` of integers), the order of tokens by expert (a Triton kernel), and sums
-over ranks on gloo.
+compiled code: the counts of tokens (`torch.histc` of integers), the order of tokens by expert (a Triton kernel), and
+sums over ranks on gloo.
 """
 
 import unittest.mock

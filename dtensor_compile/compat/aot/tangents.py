@@ -98,7 +98,7 @@ class Tangents:
 
     Attributes:
         code: the code object of its frame.
-        assumed: the placements that the graph is compiled for; None for what AOTAutograd expects.
+        assumed: the placements that the graph is compiled for; None for those that AOTAutograd expects.
         repeatable: whether the traced program gives the same when it runs again, as far as is known.
         results: per gradient of a DTensor, the index of the result.
         missed: number of arrivals per unexpected placement.

@@ -1,7 +1,7 @@
 """Observes collectives outside of compiled graphs: in eager code between graphs, in hooks, in a reducer.
 
-`watch_eager_collectives` sees what c10d and the functional collectives dispatch on this thread (and in the backward
-passes that it starts), except for what compiled graphs call and what runs during tracing.
+`watch_eager_collectives` sees operators that c10d and the functional collectives dispatch on this thread (and in the
+backward passes that it starts), except those in compiled graphs and during tracing.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def name_modules(gm: torch.fx.GraphModule) -> None:
 
 
 def name_in_program(name: str) -> str:
-    """Dynamo's name of a module, or of what is inside of it, with that of the program where Dynamo's root is another,
-    in the frame that is being compiled."""
+    """Dynamo's name of a module, or of something inside of it, with the root's name in the program if Dynamo has
+    another, in the frame that is being compiled."""
     this = current_compilation()
     for root, known in this.names.items() if this is not None else ():
         if name.startswith(root):

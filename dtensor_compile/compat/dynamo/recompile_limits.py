@@ -81,6 +81,6 @@ def never_suppressed(box: Any) -> Iterator[None]:
 def run_in_eager(error: BaseException) -> None:
     """Changes an error that ends the compilation of a frame so that all later calls of the frame run in eager.
 
-    Stock torch runs what it has compiled where its guards hold, which may be on some ranks only.
+    Stock torch runs compiled code where its guards hold, which may be on some ranks only.
     """
     error.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # type: ignore[attr-defined]

@@ -4,7 +4,8 @@ A model is a list of blocks with the same code. Tracing the code of one takes te
 milliseconds. The nodes of one call are copied for another where everything that the trace depended on is equal for it:
 
 - its arguments: tensors with the same metadata (placements of DTensors included), the same sizes and constants;
-- all facts under guards of the module and of what is below it, checked for the other module, which gets these guards;
+- all facts under guards of the module and of everything below it, checked for the other module, which gets these
+  guards;
 - parameters that are one tensor in one module, and are one tensor in the other;
 - the state of torch, and that the program has written to nothing since that it had not made itself.
 

@@ -228,7 +228,7 @@ def _report_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterat
 
 @contextlib.contextmanager
 def _no_measured_times() -> Iterator[None]:
-    """Disables what ``DistributedDataParallel`` reads from the device: measured times, and the comparison of parameters
+    """Disables reads of ``DistributedDataParallel`` from the device: measured times, and the comparison of parameters
     with those of other ranks."""
     with patched_values({_RUNTIME_STATS: do_nothing, _VERIFY: do_nothing}):
         yield

@@ -76,7 +76,7 @@ INDUCTOR_ROWS = (
 
 @dataclass(frozen=True)
 class Hooks:
-    """Receives what Inductor generates.
+    """Receives the code that Inductor generates.
 
     Attributes:
         kernel: called with the name and the source of a Triton kernel; returns the object whose ``run`` the generated
@@ -84,7 +84,7 @@ class Hooks:
         graph: called with the generated code and whether it is of a backward graph; returns a function that makes the
             context to run it in.
         operator: called with each operator that the device is given, its arguments and its result.
-        resized: called with a storage whose size was changed, as FSDP frees memory that it goes on to refer to.
+        resized: called with a storage whose size was changed, as FSDP does to free memory of tensors that it keeps.
         read: called with a tensor whose value the program reads; returns one, or None where that is an error.
     """
 

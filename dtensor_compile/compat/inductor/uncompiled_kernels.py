@@ -1,8 +1,8 @@
 """Runs a graph operator by operator if one of its Inductor kernels does not compile.
 
-Errors of compilers are not errors in passes or in Inductor itself, which abort the compilation: they are
-C++ compile errors, Triton's errors, or raised through Triton. The graph that runs instead is our lowered one, before
-Inductor changes it: what ``kernels="aten"`` runs. Its collectives are those that the ranks agreed on.
+Errors of compilers are not errors in passes or in Inductor itself, which abort the compilation: they are C++ compile
+errors, Triton's errors, or raised through Triton. The graph that runs instead is our lowered one, before Inductor
+changes it, as with ``kernels="aten"``. Its collectives are those that the ranks agreed on.
 """
 
 from __future__ import annotations
