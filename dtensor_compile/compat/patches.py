@@ -224,7 +224,7 @@ def feature(
     name: str, *hooks: Hook, without: str, essential: bool = False, upstream: str = "", remove_when: str = ""
 ) -> Feature:
     """Creates a `Feature` and registers it in `FEATURES`."""
-    module = sys._getframe(1).f_globals["__name__"]  # of a scope, `done_by` says it
+    module = sys._getframe(1).f_globals["__name__"]  # `done_by` sets it for a scope
     FEATURES[name] = made = Feature(name, hooks, without, essential, upstream, remove_when, module=module)
     return made
 

@@ -67,10 +67,10 @@ def writes_in_place(node: torch.fx.Node) -> bool:
         return writes_to_arguments(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or _says_in_place(node)
+    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or _passes_inplace(node)
 
 
-def _says_in_place(node: torch.fx.Node) -> bool:
+def _passes_inplace(node: torch.fx.Node) -> bool:
     """Whether the argument ``inplace`` of a function is true, whether it is passed by name or by position."""
     place = _place_of_inplace(node.target) if callable(node.target) else None
     return bool(node.kwargs.get("inplace", place is not None and place < len(node.args) and node.args[place]))

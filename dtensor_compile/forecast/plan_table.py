@@ -92,7 +92,7 @@ def text_of(this: Swept) -> str:
     return " ".join(filter(None, [mesh, *(f"{n}={v}" for n, v in this.settings.items() if n not in dims)]))
 
 
-#: By what holds most of the memory: what would make less of it.
+#: Advice by the kind that holds most of the memory.
 _ADVICE = {
     "parameters": "Shard parameters over more ranks (fully_shard, or a larger tensor-parallel mesh dim).",
     "gradients": "Shard gradients over more ranks (fully_shard).",

@@ -292,7 +292,7 @@ def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
 #: Maximum number of mesh dims for which every subset gets its process group in advance: 4 groups for 3 mesh dims.
 MOST_MERGED = 3
 
-#: By the text of a mesh: whether its ranks met to make process groups over several of its dims.
+#: By the text of a mesh: whether its ranks completed the rendezvous for process groups over several of its dims.
 _merged: dict[str, bool] = {}
 
 

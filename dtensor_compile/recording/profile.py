@@ -38,9 +38,9 @@ _STAGES = {
     "async_compile.precompile": "compiler of the kernels",
     "PyCodeCache.load_by_key_path": "compiler of the kernels",
 }
-#: Of steps of this package.
+#: Stage of the steps of this package.
 OURS = "dtensor_compile"
-#: In the order in which a program passes through them.
+#: All stages, in the order in which a program passes through them.
 STAGES = tuple(dict.fromkeys((*list(_STAGES.values())[:3], OURS, *list(_STAGES.values())[3:])))
 
 
@@ -90,8 +90,8 @@ class Profile:
         """A phase of torch begins."""
         outer = self._under_way[-1] if self._under_way else _Phase("", "other", "", "", 0.0)
         stage = _STAGES.get(phase, outer.stage)
-        # What begins another stage is not for the layer at which it happens to begin: the compiler starts with the
-        # first kernel that is written.
+        # A phase of another stage does not belong to the layer in which it begins: the compiler starts with the first
+        # kernel that is written.
         self._begin(phase, stage, phase, outer.layer if stage == outer.stage else "")
 
     def begin_module(self, name: str) -> None:

@@ -35,7 +35,7 @@ def fall_back_together(code: types.CodeType, error: Exception) -> None:
     """
     ledger, function = current_ledger(), function_name(code)
     if ledger is None or reaches_recompile_limit(error) and not ledger.partners.get(function):
-        return  # what it has compiled calls no collectives, and goes on to run where its guards hold
+        return  # its compiled code calls no collectives, and still runs where its guards hold
     with while_the_store_is_there():
         missing = _missing(ledger, function)
         if missing:

@@ -97,7 +97,7 @@ def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool
         further: also merge those that the program does not group, if that pays on `cluster`.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    buckets = _as_the_program_says(_by_first_use(list(_alone(graph)), cluster, position), cluster, position)
+    buckets = _grouped_by_program(_by_first_use(list(_alone(graph)), cluster, position), cluster, position)
     if further:
         buckets = _merge_small(buckets, cluster, position)
     return [_merge(bucket) for bucket in buckets if len(bucket.starts) > 1]
@@ -159,7 +159,7 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
         )
 
 
-def _as_the_program_says(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
+def _grouped_by_program(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
     """One bucket for each group of the program, kind, process group and dtype, up to the size limit.
 
     It is full at the program's own limit, and when it takes `ENOUGH` times as long to send as to start: a bucket can

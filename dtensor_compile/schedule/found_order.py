@@ -11,7 +11,7 @@ from dtensor_compile.graph.inline_subgraph import MODULE
 from dtensor_compile.graph.node_costs import Operation, SentCollective, path_of
 from dtensor_compile.schedule.simulated_device import Simulation, Task
 
-#: What has the path of a module.
+#: A record with the path of a module.
 Described = TypeVar("Described", Operation, SentCollective)
 #: Key of the order of a block's kernels in the metadata of its graph.
 ORDER = "dtensor_compile_order"

@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-#: What the work of an operator can be, besides matmuls and loops.
+#: Kinds of work of an operator besides matmuls and loops.
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
-#: How well the rates of a device can be known.
+#: Qualities of the rates of a device.
 QUALITIES = ("measured", "guess")
-#: Added to these where nothing is masked.
+#: Suffix of these kinds for attention without a mask.
 UNMASKED = ", unmasked"
 
 

@@ -80,7 +80,7 @@ class _PendingCollective:
 
     data: list[Any]
     what: str
-    come: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
     done: bool = False
 
 
@@ -136,14 +136,16 @@ class _Turns:
             number = self.counts[key, place] = self.counts.get((key, place), 0) + 1
             pending = self.pending.setdefault((key, number), _PendingCollective([None] * size, what))
             if pending.what != what:
-                raise MismatchError(f"rank {rank} calls {what}, and ranks {sorted(pending.come)} call {pending.what}")
+                raise MismatchError(
+                    f"rank {rank} calls {what}, and ranks {sorted(pending.arrived)} call {pending.what}"
+                )
             pending.data[place] = data
-            pending.come.add(rank)
-            if len(pending.come) == size:
+            pending.arrived.add(rank)
+            if len(pending.arrived) == size:
                 del self.pending[key, number]
                 work(pending.data)
                 pending.done = True
-                for other in pending.come:
+                for other in pending.arrived:
                     self.waits.pop(other, None)
                 return
             self.waits[rank] = what

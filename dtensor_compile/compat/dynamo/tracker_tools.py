@@ -168,7 +168,7 @@ def class_of(owner: VariableTracker, tx: Translator) -> VariableTracker:
     return VariableBuilder(tx, TypeSource(source_of(owner)))(type(owner.as_python_constant()))
 
 
-#: What the names of globals for objects of tracing begin with; then their kind, and its address.
+#: Prefix of the names of globals for objects of tracing; kind and address follow.
 _CONSTANT = "__dtensor_compile_"
 _NAMED = re.compile(r"(?:G_|__)dtensor_compile_([a-z_]+)_[0-9]+_c.*")
 
