@@ -76,5 +76,5 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     new = local if same else redistribute(direct._replace(local=local), like=node, before=node)
     if not replace(node, new, shared=same):
         return None
-    reason = f"past what stands between the two ({len(between)}): {after} and not {before}"
+    reason = f"across the operators between the two ({len(between)}): {after} and not {before}"
     return Decision("compose_across_operators", where, reason, text, str(direct))

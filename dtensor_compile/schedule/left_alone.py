@@ -68,7 +68,7 @@ def matmuls_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision
     if not found:
         return []
     seconds = sum(cost_of(cluster, collective_of(start))[1] for start in found)
-    reason = "shards are uneven or of symbolic sizes: ranks would decide by other seconds of compute, so that none does"
+    reason = "shards are uneven or of symbolic sizes: estimates of compute differ between ranks, and so would decisions"
     text = f"{len(found)} matmuls beside collectives"
     return [Decision("decompose_matmuls", source_line(found[0]), reason, text, text, left_alone=True, seconds=seconds)]
 

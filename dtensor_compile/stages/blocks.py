@@ -56,14 +56,14 @@ def until_gradients_fit(compile: Callable[[], T], this: Compilation) -> T:
         except GradientsDiffer as error:
             this.apart.add(error.number)
             this.log.forget_since(before)
-            this.log.decided([Decision(BLOCKS, "", f"equal calls are compiled each: {error}")])
+            this.log.decided([Decision(BLOCKS, "", f"equal calls are compiled one by one: {error}")])
 
 
 def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
     """Replaces equal blocks of a Dynamo graph by calls; their graphs are in ``this.blocks`` then."""
     blocks = repeated_blocks(program)
     if not blocks and repeats(program):
-        reason = "equal calls are compiled each: the program changes the state of torch around them"
+        reason = "equal calls are compiled one by one: the program changes the state of torch around them"
         this.log.decided([Decision(BLOCKS, "", reason)])
     for number, block in enumerate(blocks):
         if number in this.apart:
@@ -76,7 +76,7 @@ def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
             if restarts_analysis(error) or this.options.strict and not isinstance(error, BlockError):
                 raise
             this.log.forget_since(before)
-            this.log.decided([Decision(BLOCKS, "", f"{len(block.calls)} equal calls are compiled each: {error}")])
+            this.log.decided([Decision(BLOCKS, "", f"{len(block.calls)} equal calls are compiled one by one: {error}")])
             continue
         this.blocks.update(graphs)
         replace_calls(block, run)

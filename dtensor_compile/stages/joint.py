@@ -65,7 +65,7 @@ def spread_marks_again(graph: torch.fx.Graph) -> None:
 
 def report_shapes_left(graph: torch.fx.Graph) -> list[Decision]:
     """Decisions about layouts that are left alone because only ranks of one mesh have this graph."""
-    because = "ranks of one mesh alone have another graph, and would decide otherwise"
+    because = "ranks of only one mesh have another graph, and would make other decisions"
     return [*rows_left(graph, because), *columns_left(graph, because)]
 
 

@@ -235,7 +235,7 @@ def test_placements_that_change_from_call_to_call():
     different = compare_values("step", eager, ours)
     assert not different, (different, eager[0], ours[0])
     assert isinstance(ours[0], DTensor)
-    # Calls that get other gradients than the first are compiled each: what was recorded before that is forgotten.
+    # Calls that get other gradients than the first are compiled one by one: earlier records of them are discarded.
     assert [graph.name for graph in recording.graphs] == ["forward", "backward"]
     assert (
         len(recording.redistributions)
