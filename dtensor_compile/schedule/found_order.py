@@ -53,7 +53,7 @@ class KernelOrder:
         operations: the kernels, starts and waits in order, for the report; in place of a call of a block, that block.
         own: tasks that start collectives of the program itself.
         unknown: number of kernels that start or wait for a collective whose graph node is unknown.
-        standing: number of kernels that communicate synchronously.
+        synchronous: number of kernels that communicate synchronously.
     """
 
     tasks: list[Task]
@@ -67,7 +67,7 @@ class KernelOrder:
     operations: list[Operation | CalledBlock] = dataclasses.field(default_factory=list)
     own: tuple[int, ...] = ()
     unknown: int = 0
-    standing: int = 0
+    synchronous: int = 0
 
     @property
     def collectives(self) -> list[SentCollective]:

@@ -54,7 +54,7 @@ from dtensor_compile.topology.links import Cluster, compute_seconds
 
 def tie_starts(nodes: Nodes) -> Nodes:
     """Makes each collective, and each synchronous communication, depend on the one before it and on no wait."""
-    return tie(nodes, lambda node: starts_collective(node) or _sends_where_it_stands(node))
+    return tie(nodes, lambda node: starts_collective(node) or _is_synchronous(node))
 
 
 def rearrange(
@@ -114,7 +114,7 @@ def _described(found: KernelOrder, nodes: Nodes, roles: Sequence[_Role]) -> Kern
         operations=_operations(nodes, given, tasks, found.order, starts),
         own=tuple(index for index in starts if not each[index].redistributes),
         unknown=unknown,
-        standing=sum(role.stays for role in roles),
+        synchronous=sum(role.stays for role in roles),
     )
 
 
@@ -249,7 +249,7 @@ def _role(node: Any) -> _Role:
         return _Role(_collective_origin(node), waits=True)
     if starts_collective(node):
         return _Role(_collective_origin(node), starts=True)
-    return _Role(stays=_sends_where_it_stands(node))
+    return _Role(stays=_is_synchronous(node))
 
 
 def _collective_origin(node: Any) -> torch.fx.Node | None:
@@ -276,7 +276,7 @@ def _functional_name(target: Any) -> str | None:
     return name.removesuffix("_").removesuffix("_out") if target._schema.is_mutable else name
 
 
-def _sends_where_it_stands(node: Any) -> bool:
+def _is_synchronous(node: Any) -> bool:
     """Whether a kernel communicates synchronously, without a separate wait."""
     return (
         communicates(getattr(node.node, "op_overload", None))

@@ -142,9 +142,9 @@ def order_left(graph: torch.fx.Graph, topology: Cluster | None, *, scheduled: bo
     if not scheduled:
         return [_unscheduled(len(exposed), sum(exposed.values()))]
     own = [index for index in exposed if REDISTRIBUTES not in nodes[index].meta]
-    standing = [node for node in nodes if is_fixed(node) and communicates(node.target)]
-    where = source_line(nodes[own[0]]) if own else source_line(standing[0]) if standing else ""
-    return _kept_in_order(ORDERED, where, len(own), sum(exposed[index] for index in own), len(standing))
+    synchronous = [node for node in nodes if is_fixed(node) and communicates(node.target)]
+    where = source_line(nodes[own[0]]) if own else source_line(synchronous[0]) if synchronous else ""
+    return _kept_in_order(ORDERED, where, len(own), sum(exposed[index] for index in own), len(synchronous))
 
 
 def kernels_left(found: KernelOrder) -> list[Decision]:
@@ -152,7 +152,7 @@ def kernels_left(found: KernelOrder) -> list[Decision]:
     own = [index for index in found.own if index in found.starts]
     where = found.starts[own[0]].where if own else ""
     decisions = _kept_in_order(
-        "schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.standing
+        "schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.synchronous
     )
     if found.unknown:
         reason = (
@@ -203,7 +203,7 @@ def _unscheduled(number: int, seconds: float) -> Decision:
     return Decision(ORDERED, "", reason, left_alone=True, seconds=seconds)
 
 
-def _kept_in_order(kind: str, where: str, own: int, seconds: float, standing: int) -> list[Decision]:
+def _kept_in_order(kind: str, where: str, own: int, seconds: float, synchronous: int) -> list[Decision]:
     decisions = []
     if own:
         reason = (
@@ -211,7 +211,7 @@ def _kept_in_order(kind: str, where: str, own: int, seconds: float, standing: in
             "collectives start in the order of the program, and waits stay behind the starts before them"
         )
         decisions.append(Decision(kind, where, reason, left_alone=True, seconds=seconds))
-    if standing:
-        reason = f"{standing} operators communicate where they stand: nothing moves past them"
+    if synchronous:
+        reason = f"{synchronous} operators communicate synchronously: nothing moves past them"
         decisions.append(Decision(kind, where, reason, left_alone=True))
     return decisions
