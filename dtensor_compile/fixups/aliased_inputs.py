@@ -13,8 +13,8 @@ checked.
 Upstream: https://github.com/pytorch/pytorch/issues/114415 (AOTAutograd should detect aliasing of inputs that happens
     *below* subclasses); https://github.com/pytorch/pytorch/pull/186517 (Detect aliased subclass inputs after
     desugaring; closed, would raise an error).
-Releases: 2.11 to 2.14. Remove when: AOTAutograd regenerates input aliasing after tensor subclasses are unwrapped (an
-error alone is not enough).
+Releases: 2.11 to 2.14.
+Remove when: AOTAutograd regenerates input aliasing after tensor subclasses are unwrapped (an error is not enough).
 """
 
 from __future__ import annotations
