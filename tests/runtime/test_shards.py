@@ -108,10 +108,10 @@ def test_hooks_and_uneven_shards():
     mesh = make_mesh((2,), ("tp",))
     eager, model, compiled = pair(mesh, [Shard(0)], (5, 3))
     seen = {eager: [], model: []}
-    for one, gradients in seen.items():
-        one.a.register_hook(lambda gradient, grads=gradients: grads.append(gradient.full_tensor()) or gradient * 2)
+    for one, grads in seen.items():
+        one.a.register_hook(lambda gradient, grads=grads: grads.append(gradient.full_tensor()) or gradient * 2)
         one.b.register_post_accumulate_grad_hook(
-            lambda parameter, grads=gradients: grads.append(parameter.grad.full_tensor())
+            lambda parameter, grads=grads: grads.append(parameter.grad.full_tensor())
         )
     for _ in range(2):
         for call in (eager, compiled):
