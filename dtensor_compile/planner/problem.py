@@ -11,7 +11,7 @@ from dtensor_compile.compat.dtensor.specs import Placement, Shard
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.planner import exchange
 from dtensor_compile.planner import step_costs as costs
-from dtensor_compile.planner.lower_bound import fewest_sent
+from dtensor_compile.planner.lower_bound import sent_lower_bound
 from dtensor_compile.planner.shard_intervals import is_cut
 from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
 from dtensor_compile.topology.network import Network
@@ -141,7 +141,7 @@ class Problem:
         """Whether a path that sent `elements` on the way to `state` can end below `most` within `collectives` more
         collectives.
         """
-        bound = fewest_sent(state, self.end or self.goal, self.mesh_shape, self.shape)
+        bound = sent_lower_bound(state, self.end or self.goal, self.mesh_shape, self.shape)
         # Each all-reduce of the rest may leave out the fraction of an element.
         return elements + bound - len(self.wide) < self.most if collectives > 0 else not bound
 
