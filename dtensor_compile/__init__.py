@@ -2,7 +2,7 @@
 
 The backend is found by its name; nothing has to be imported to use it. Public names:
 
-- `record`: collects what is captured, decided and sent while programs compile.
+- `record`: collects captured redistributions, decisions and collectives while programs compile.
 - `explain`: the report of one call of a function or a module.
 - `Options`: the keys of ``options={...}``.
 - `redistribute`: moves a DTensor to another mesh.

@@ -43,7 +43,7 @@ def dtensor(
         PlanError: a redistribution needs more memory than ``redistribution_memory``.
     """
     agreement = Agreement.of_frame()
-    with agreement.failures_told():
+    with agreement.announcing_failures():
         opts = Options.parse(mode, options)
         this = Compilation(gm, example_inputs, opts, agreement, GraphLog(opts.topology))
         run_steps(gm, program.ALWAYS, this)

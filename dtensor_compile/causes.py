@@ -18,9 +18,9 @@ class Cause:
 
     Attributes:
         code: short and stable name, lower case with hyphens.
-        title: what was encountered, in a few words, independent of the program.
-        why: why it is not traced.
-        instead: how to write it so that it is, or what to accept.
+        title: the construct, in a few words, independent of the program.
+        why: the reason why it is not traced.
+        instead: a form of the program that is traced, or a limitation to accept.
         example: lines of Python that break for this cause, and after ``# instead`` equivalent lines that do not.
     """
 

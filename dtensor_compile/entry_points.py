@@ -10,19 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _tell(error: Exception) -> None:
+def _announce(error: Exception) -> None:
     """Tells the other ranks of the job, which may wait for this one, as far as the package works."""
     with contextlib.suppress(Exception):
-        from dtensor_compile.store.failed_ranks import tell_failure
+        from dtensor_compile.store.failed_ranks import announce_failure
 
-        tell_failure("import the backend", error)
+        announce_failure("import the backend", error)
 
 
 try:
     from dtensor_compile import backend
     from dtensor_compile.compat.dynamo.registry import register_again
 except Exception as error:
-    _tell(error)
+    _announce(error)
     raise
 
 _NAMES = ("dtensor", "dtensor_aten")

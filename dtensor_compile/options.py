@@ -54,22 +54,21 @@ class Options:
             the last lines of the compiler's output.
         fallback: ``"replicate"`` runs an operator for which torch has no sharding rule on replicated tensors, and
             reports that as a decision; ``"error"`` raises as eager does.
-        topology: The links for which redistributions are planned: a preset (``"h100"``, ``"a100"``,
-            ``"cpu-10gbit"``, ...), or the path of a TOML or JSON file (`topology/files.py`;
-            ``torchrun ... tools/measure_links.py --save FILE.json`` measures one). ``None``: all mesh dims are alike,
-            and plans with the fewest bytes win.
+        topology: The links for which redistributions are planned: a preset (``"h100"``, ``"a100"``, ``"cpu-10gbit"``,
+            ...), or the path of a TOML or JSON file (`topology/files.py`; ``torchrun ... tools/measure_links.py --save
+            FILE.json`` measures one). ``None``: all links count as equal, and plans with the fewest bytes win.
         schedule: Starts collectives early and waits for them late, so that they overlap with compute. ``False`` keeps
             the order of the program.
         kernel_costs: Kernel times for the schedule: ``"estimated"`` by the rates of the device in `topology`, or
             ``"measured"``: matmuls, convolutions and attention are timed on the current device (a few hundredths of a
             second for each different one, once in a process); fused loops stay estimated.
-        overlap_memory: How much `schedule` may add to the peak of live tensors, as a fraction of it; ``float("inf")``
-            for no limit. The memory of the order of ``fully_shard`` itself (two modules gathered, one reduction in
-            flight; `schedule/wrapper_order.py`) is always allowed.
+        overlap_memory: Increase of the peak of live tensors that `schedule` may cause, as a fraction of it;
+            ``float("inf")`` for no limit. The memory of the order of ``fully_shard`` itself (two modules gathered, one
+            reduction in flight; `schedule/wrapper_order.py`) is always allowed.
         redistribution_memory: Bytes that one redistribution may hold at once besides its input (result, buffers, and
             tensors between its steps; `planner/memory.py`). Plans that hold more are excluded, even if the remaining
-            ones send more bytes; if none remains, the compilation fails with an error that reports what is needed and
-            what would fit. ``None`` for no limit.
+            ones send more bytes; if none remains, the compilation fails with an error that reports the memory needed
+            and an alternative that fits. ``None`` for no limit.
         regather: Gathered tensors that backward needs: ``"always"`` gathers them again there (less memory, more bytes
             sent), ``"never"`` keeps them, including those that FSDP or a checkpointed region would gather again, and a
             number keeps up to so many bytes on each rank (`lowering/regather.py` decides which). ``None``: as
@@ -79,8 +78,8 @@ class Options:
             is compiled, and a warning says why (`runtime/artifacts.py`). ``None``: only torch's caches.
         blocks: Modules of one class that one module holds, such as the layers of a transformer: ``"traced"`` traces the
             first, and copies its graph for others that differ in nothing that its trace depended on; ``"once"`` also
-            plans, lowers and compiles it once, for all of them: what is sent at the ends of blocks is planned inside of
-            them, and only what is between them is ordered across blocks; ``"each"`` does everything for every one.
+            plans, lowers and compiles it once, for all of them: collectives at the ends of blocks are planned inside of
+                them, and only nodes between blocks are ordered across them; ``"each"`` does everything for every one.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 

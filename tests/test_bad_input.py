@@ -73,7 +73,7 @@ def test_a_program_without_anything_distributed_needs_no_process_group(backends)
             torch.manual_seed(3)
             return (model(x).exp() * torch.rand(4)).sum()
 
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for backend in {backends}:
                 for batch in (3, 5):
@@ -85,7 +85,7 @@ def test_a_program_without_anything_distributed_needs_no_process_group(backends)
                         out.backward()
                         results.append([out.detach(), *(p.grad for p in model.parameters())])
                     torch.testing.assert_close(*results)
-        print(len([w for w in said if "there is no process group" in str(w.message)]))
+        print(len([w for w in caught if "there is no process group" in str(w.message)]))
         """)
     assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
 

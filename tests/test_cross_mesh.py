@@ -462,7 +462,7 @@ REFUSALS = {
 }
 
 
-def test_what_is_refused_is_named_with_the_users_line_and_alike_on_every_rank():
+def test_what_is_refused_is_named_with_the_users_line_on_every_rank():
     answers = run_on_ranks(4, refused)
     for name, text in REFUSALS.items():
         assert len({answer[name][0] for answer in answers}) == 1  # eager; what Dynamo adds names local tensors

@@ -115,9 +115,9 @@ def job(tmp_path, before="", **environment):
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    said = [line for line in result.stdout.splitlines() if line.startswith(("right", "raised"))]
-    assert len(said) == 2, (result.stdout + result.stderr)[-3000:]
-    return said
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("right", "raised"))]
+    assert len(lines) == 2, (result.stdout + result.stderr)[-3000:]
+    return lines
 
 
 @pytest.mark.slow
@@ -172,8 +172,8 @@ pathlib.Path.open = lambda self, mode="r", *args, **kwargs: full(self, mode, *ar
 @pytest.mark.parametrize("what", ["aotautograd", ""])
 def test_a_disk_that_is_full_is_an_error_or_no_cache(tmp_path, what):
     # Entries that cannot be kept cost nothing but the cache; kernels that cannot be written cannot run.
-    said = job(tmp_path, FULL.format(folder=str(tmp_path / "cache"), what=what))
-    assert all(line == "right" or not what and "No space left" in line for line in said), said
+    lines = job(tmp_path, FULL.format(folder=str(tmp_path / "cache"), what=what))
+    assert all(line == "right" or not what and "No space left" in line for line in lines), lines
 
 
 @pytest.mark.slow

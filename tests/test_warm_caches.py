@@ -54,7 +54,7 @@ def test_a_program_is_right_in_the_process_that_finds_its_graphs(tmp_path, name)
     assert all(warm > cold for cold, warm in zip(*found)), found
 
 
-def test_the_catalogue_is_judged_alike_with_and_without_what_caches_keep(tmp_path):
+def test_the_catalogue_has_the_same_verdicts_with_and_without_what_caches_keep(tmp_path):
     if not CATALOGUE.exists():
         pytest.skip(f"there is no catalogue at {CATALOGUE}")
     first, step = map(int, PART.split("/"))

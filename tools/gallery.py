@@ -280,12 +280,12 @@ def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str
         given = [__file__, "--child", str(path), "--repeats", str(repeats), "--json", str(out)]
         done = subprocess.run([*launch, *given], timeout=timeout, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = (
+            message = (
                 re.findall(r"^\[rank\d+\]: (\S*(?:Error|Exception)\b.*)$", done.stderr, re.MULTILINE)
                 or done.stderr.splitlines()[-1:]
             )
             print(done.stderr, file=sys.stderr)
-            return {"program": name, "ranks": ranks, "failed": said[0]}
+            return {"program": name, "ranks": ranks, "failed": message[0]}
         each = [json.loads(pathlib.Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
     row: dict[str, Any] = {"program": name, "ranks": ranks, "title": _title(path)}
     for variant, first in each[0].items():
@@ -319,7 +319,7 @@ def faults(row: dict[str, Any]) -> list[str]:
             says.append(f"collectives: {ours['collectives']}, {name} {other['collectives']}, and a slower step")
     if ours["seconds"] > SLOWER * eager["seconds"]:
         says.append(f"step {ours['seconds'] / eager['seconds']:.2f} of eager's")
-    return [f"{row['program']}: {said}" for said in says]
+    return [f"{row['program']}: {message}" for message in says]
 
 
 def _cell(row: dict[str, Any], variant: str, what: str) -> str:
@@ -413,9 +413,9 @@ def main() -> int:
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
     print(text)
-    wrong = [said for row in rows for said in faults(row)]
-    for said in wrong:
-        print(said, file=sys.stderr)
+    wrong = [message for row in rows for message in faults(row)]
+    for message in wrong:
+        print(message, file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -197,11 +197,11 @@ def _of(values: Sequence[str], rank: int) -> str:
 def _do(*command: str, check: bool = True) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if check and done.returncode:
-        told = done.stderr.strip()
-        if "qdisc kind is unknown" in told:
+        message = done.stderr.strip()
+        if "qdisc kind is unknown" in message:
             module = "sch_netem" if "netem" in command else "sch_tbf"
             raise UnavailableError(f"the kernel has no {module}, which `{' '.join(command)}` needs")
-        raise UnavailableError(f"`{' '.join(command)}` failed: {told}")
+        raise UnavailableError(f"`{' '.join(command)}` failed: {message}")
     return done.stdout
 
 

@@ -1,4 +1,5 @@
-"""Support for torch's on-disk caches: functions of ours that cached programs may call, uncacheable programs."""
+"""Support for torch's on-disk caches: functions of ours that cached programs may call, reasons why others are not
+cached."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ class _Across(torch.autograd.Function):
                 f"redistribute {tuple(before)} to {tuple(placements)} on another mesh: {error}"
             ) from error
         meshes = mesh_text(spec.mesh), mesh_text(mesh)
-        if not known and not is_traced(local):  # while tracing, ranks decide alike (compat/dtensor/sharding.py)
+        if not known and not is_traced(
+            local
+        ):  # while tracing, all ranks make the same decision (compat/dtensor/sharding.py)
             source = source_of_all(source, *meshes, x.shape, local)
         ctx.here = mesh, placements
         ctx.back = spec.mesh, tuple(Replicate() if isinstance(p, Partial) else p for p in parse_spec(source))

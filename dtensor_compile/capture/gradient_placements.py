@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor, Placement
 
-from dtensor_compile.compat.aot.tangents import ENOUGH, Otherwise
+from dtensor_compile.compat.aot.tangents import ENOUGH, UnexpectedTangents
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError, SpecTextError
@@ -19,7 +19,7 @@ from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.planner.search import bytes_sent
 
 
-def placed_otherwise(this: Otherwise, communication: Callable[[], float]) -> Decision:
+def unexpected_placements(this: UnexpectedTangents, communication: Callable[[], float]) -> Decision:
     """The decision about gradients with other placements.
 
     Args:

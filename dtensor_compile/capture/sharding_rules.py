@@ -25,11 +25,11 @@ def report_fallbacks(decided: Callable[[list[Decision]], None]) -> Iterator[None
     """While active, `decided` is called once for each operator that runs on replicated tensors because it has no
     sharding rule.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
 
-    def tell(op: str) -> None:
-        if op not in told:
-            told.add(op)
+    def on_fallback(op: str) -> None:
+        if op not in reported:
+            reported.add(op)
             decided(
                 [
                     Decision(
@@ -38,7 +38,7 @@ def report_fallbacks(decided: Callable[[list[Decision]], None]) -> Iterator[None
                 ]
             )
 
-    with fallback_reports(tell):
+    with fallback_reports(on_fallback):
         yield
 
 

@@ -109,7 +109,7 @@ class _Operator(NamedTuple):
 
 
 def _change(local: torch.Tensor, source: Spec, target: Spec) -> _Operator | _ToMask | str:
-    """How a change of specs is traced; a text is the reason for leaving it to torch's own code."""
+    """The arguments with which a change of specs is traced; a text is the reason for leaving it to torch's own code."""
     mesh = compat_mesh.real_mesh(source.mesh)
     if source.tensor_meta is None:
         return "its spec has no global shape"

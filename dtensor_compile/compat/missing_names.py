@@ -2,8 +2,8 @@
 
 Modules of `compat` import private names of torch at their top, as any module does. Where torch has moved one away, that
 import would end the whole backend. So these modules are loaded by `_Loader`: an import of theirs that torch cannot
-serve gives a stand-in. A stand-in may be imported further, subclassed, and asked whether something is an instance of
-it (nothing is); to call it, or a class derived from it, is an `UnsupportedTorchError` that names what is missing. The
+serve gives a stand-in. A stand-in may be imported further, subclassed, and asked whether something is an instance of it
+(nothing is); calling it, or a class derived from it, raises an `UnsupportedTorchError` with the missing name. The
 features that the importing module declares do not work then (`patches.Feature`); all others do.
 """
 
@@ -46,7 +46,7 @@ class _Absent:
 
 
 class StandIn:
-    """Takes the place of a name of torch that is missing, and of what that would hold or return."""
+    """Stand-in for a missing name of torch, and for its members and results."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -92,7 +92,7 @@ def _unsupported(place: str) -> UnsupportedTorchError:
 
 
 class _Importing:
-    """How many modules of ours are being loaded, and what imports without us."""
+    """Number of modules of ours that are being loaded, and the original ``__import__``."""
 
     depth = 0
     lock = threading.Lock()
@@ -166,6 +166,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def tolerate_missing_names() -> None:
-    """From now on modules of `compat` are loaded although names of torch that they import are missing. Once."""
+    """From now on modules of `compat` are loaded even if names of torch that they import are missing. Idempotent."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -152,10 +152,10 @@ class Feature:
     Attributes:
         name: as shown in docs and warnings.
         hooks: all that it needs.
-        without: what happens if one is missing.
+        without: the consequence if one is missing.
         essential: whether a missing hook is an error.
         upstream: the issue or pull request in torch's repository, or ``not reported: `` and why.
-        remove_when: what torch has to do itself for the patches to go.
+        remove_when: the condition on torch under which the patches can be removed.
         scope: the function that does it, ``module:function``, and the first paragraph of its docstring.
         module: the module that declares it, whose imports from torch it needs, too.
     """
@@ -169,7 +169,7 @@ class Feature:
     scope: tuple[str, str] = ("", "")
     module: str = ""
     _known: dict[Hook, str | None] = field(default_factory=dict)
-    _told: bool = False
+    _warned: bool = False
 
     def __post_init__(self) -> None:
         """Checks hooks of imported modules now, because scopes may replace some later; others when the feature is first
@@ -210,9 +210,9 @@ class Feature:
         )
         if self.essential:
             raise UnsupportedTorchError(text)
-        if not self._told:
+        if not self._warned:
             warnings.warn(text, MissingHookWarning, stacklevel=3)
-        self._told = True
+        self._warned = True
         return False
 
 
@@ -224,13 +224,13 @@ def feature(
     name: str, *hooks: Hook, without: str, essential: bool = False, upstream: str = "", remove_when: str = ""
 ) -> Feature:
     """Creates a `Feature` and registers it in `FEATURES`."""
-    module = sys._getframe(1).f_globals["__name__"]  # of a scope, `done_by` says it
+    module = sys._getframe(1).f_globals["__name__"]  # `done_by` sets it for a scope
     FEATURES[name] = made = Feature(name, hooks, without, essential, upstream, remove_when, module=module)
     return made
 
 
 def warn_of_untried_release() -> None:
-    """Warns, where the installed release is none of the supported ones: names it, and the features that are off.
+    """Warns if the installed release is not a supported one; names it, and the features that are off.
 
     Called once everything that declares features is imported.
     """
@@ -245,7 +245,7 @@ def warn_of_untried_release() -> None:
         stacklevel=2,
     )
     for name in off:
-        FEATURES[name]._told = True
+        FEATURES[name]._warned = True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The supported torch releases, and what happens with all others.
+"""The supported torch releases, and the handling of all others.
 
 Releases newer than those run, with one warning (`patches.warn_of_untried_release`); all others are an error. The
 environment variable ``DTENSOR_COMPILE_TORCH`` changes that: ``known`` refuses newer releases too, ``any`` accepts all.
@@ -44,7 +44,7 @@ def _how_far_it_is(minor: str) -> str:
 
 
 def is_untried(version: str = torch.__version__) -> bool:
-    """Whether a release is none of the supported ones."""
+    """Whether a release is not a supported one."""
     return minor_release(version) not in SUPPORTED
 
 

@@ -141,7 +141,7 @@ class Trainer:
 def _llama_of_its_own() -> type[Llama]:
     """`Llama` with functions that nothing was compiled for.
 
-    Dynamo keeps what it knows of a function by its code, for all backends. Where stock breaks the graph it marks the
+    Dynamo keeps its state of a function by the code, for all backends. Where stock breaks the graph it marks the
     function as not to be compiled, and whoever compiles it later compiles the functions that it calls one by one.
     """
     spec = importlib.util.spec_from_file_location(llama.__name__, llama.__file__)
@@ -165,13 +165,13 @@ def compare(
     timed: int = 5,
     stock: bool = True,
     empty_caches: bool = False,
-    tell: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Run]:
     """Trains each variant for `steps` steps and times `timed` further ones, interleaved; leaves stock out if it cannot
     compile the model. Called on every rank.
 
     Args:
-        tell: called with progress messages.
+        on_progress: called with progress messages.
         stock: whether stock Inductor runs too.
         empty_caches: compile each variant with empty on-disk caches, so that compile times are comparable.
     """
@@ -184,7 +184,7 @@ def compare(
         run = Run(name)
         trainer = trainers[name] = Trainer(layout, mesh, config, steps, wrap)
         counters.reset()
-        tell(f"{name}: first step" + (" (compiles)" if name != "eager" else ""))
+        on_progress(f"{name}: first step" + (" (compiles)" if name != "eager" else ""))
         began = time.perf_counter()
         with fresh_caches() if empty_caches else contextlib.nullcontext(), _recorded(name, recordings):
             trainer.optimizer.zero_grad()
@@ -194,14 +194,14 @@ def compare(
             except Exception as error:
                 if name != "stock":
                     raise
-                tell(f"stock: fails, and is left out ({' '.join(str(error).split())[:150]})")
+                on_progress(f"stock: fails, and is left out ({' '.join(str(error).split())[:150]})")
                 del trainers[name]
                 continue
         first = time.perf_counter() - began
         run.losses.append(loss.item())
         run.gradients = trainer.gradients()
         trainer.optimizer.step()
-        tell(f"{name}: {steps - 1} more steps")
+        on_progress(f"{name}: {steps - 1} more steps")
         began = time.perf_counter()
         run.losses += [trainer.step(i) for i in range(1, steps)]
         later = (time.perf_counter() - began) / max(1, steps - 1)
@@ -213,7 +213,7 @@ def compare(
             run.collectives, run.bytes_sent = len(recording.collectives), recording.bytes_sent
         runs.append(run)
 
-    tell(f"timing: {timed} steps each, interleaved")
+    on_progress(f"timing: {timed} steps each, interleaved")
     _take_times(runs, trainers, timed)
     return runs
 
@@ -331,13 +331,15 @@ def main(argv: list[str] | None = None) -> None:
         first = dist.get_rank() == 0
         with console.status("starting") if first and console.is_terminal else contextlib.nullcontext() as status:
 
-            def tell(text: str) -> None:
+            def on_progress(text: str) -> None:
                 if status is not None:
                     status.update(text)
                 elif first:
                     print(text, file=sys.stderr, flush=True)
 
-            runs = compare(layout, mesh, config, steps=args.steps, timed=args.timed, empty_caches=True, tell=tell)
+            runs = compare(
+                layout, mesh, config, steps=args.steps, timed=args.timed, empty_caches=True, on_progress=on_progress
+            )
         if first:
             title = f"Llama, {layout.title}, {world} ranks, {config.layers} layers, torch {torch.__version__}"
             Console().print(table(runs, title))

@@ -14,7 +14,7 @@ Upstream: https://github.com/pytorch/pytorch/issues/114415 (AOTAutograd should d
     *below* subclasses); https://github.com/pytorch/pytorch/pull/186517 (Detect aliased subclass inputs after
     desugaring; closed, would raise an error).
 Releases: 2.11 to 2.14.
-Remove when: AOTAutograd regenerates input aliasing after tensor subclasses are unwrapped (an error alone does not do).
+Remove when: AOTAutograd regenerates input aliasing after tensor subclasses are unwrapped (an error is not enough).
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def writes_in_place(node: torch.fx.Node) -> bool:
         return writes_to_arguments(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or _says_in_place(node)
+    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or _passes_inplace(node)
 
 
-def _says_in_place(node: torch.fx.Node) -> bool:
-    """Whether the argument ``inplace`` of a function is given as true, by its name or its place."""
+def _passes_inplace(node: torch.fx.Node) -> bool:
+    """Whether the argument ``inplace`` of a function is true, whether it is passed by name or by position."""
     place = _place_of_inplace(node.target) if callable(node.target) else None
     return bool(node.kwargs.get("inplace", place is not None and place < len(node.args) and node.args[place]))
 
@@ -116,13 +116,13 @@ def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
     )
 
 
-def heed_aliases(
+def check_aliases(
     gm: torch.fx.GraphModule,
     compiled: Callable[..., Any],
     decided: Callable[[list[Decision]], None],
     communication: Callable[[], float],
 ) -> Callable[..., Any]:
-    """`compiled` for inputs that share no memory through a DTensor, `gm` for others.
+    """A function that runs `compiled` on inputs that share no memory through a DTensor, and `gm` on others.
 
     Args:
         decided: receives a decision at the first call of `gm`.
@@ -133,15 +133,15 @@ def heed_aliases(
     inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     asynchronous = bool(async_inputs(inputs))
 
-    said = False
+    reported = False
 
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
-        nonlocal said
+        nonlocal reported
         if not shares_memory(args, asynchronous):
             return compiled(*args)
-        if not said:
-            said = True
+        if not reported:
+            reported = True
             decided([_runs_in_eager(communication())])
         return gm(*args)
 

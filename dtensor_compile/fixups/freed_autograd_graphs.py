@@ -23,28 +23,28 @@ import torch
 from dtensor_compile.compat.dynamo.backward import USED_UP
 from dtensor_compile.graph.arguments import list_arg
 
-SPENT = (
+FREED = (
     "Trying to backward through the graph a second time: a backward() inside the compiled region used this value's "
     "graph up, and its saved tensors have been freed. Specify retain_graph=True in that backward() if this value is to "
     "be differentiated again."
 )
 
 
-class _Spent(torch.autograd.Function):
+class _FreedGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         return value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise RuntimeError(SPENT)
+        raise RuntimeError(FREED)
 
 
-def restore_spent_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def restore_freed_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """`compiled`, the code of `gm`, with results that require a gradient again if `gm` marks their graph as freed."""
     results = list_arg(gm.graph.output_node(), 0)
-    spent = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and USED_UP in node.meta]
-    if not spent:
+    freed = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and USED_UP in node.meta]
+    if not freed:
         return compiled
     anchor = torch.zeros((), requires_grad=True)  # a function of nothing that requires a gradient would have no graph
 
@@ -52,8 +52,8 @@ def restore_spent_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any])
     def run(*args: Any) -> Any:
         values = list(compiled(*args))
         with torch.enable_grad():
-            for i in spent:
-                values[i] = _Spent.apply(values[i], anchor)
+            for i in freed:
+                values[i] = _FreedGraph.apply(values[i], anchor)
         return values
 
     return run

@@ -1,4 +1,4 @@
-"""Keeps versions of inputs that are written to only in ``torch.autograd._unsafe_preserve_version_counter``.
+"""Preserves the versions of inputs that are written to only in ``torch.autograd._unsafe_preserve_version_counter``.
 
     with torch.autograd._unsafe_preserve_version_counter(x):
         x.mul_(2)                                             # eager: x._version is what it was

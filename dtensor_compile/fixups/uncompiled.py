@@ -16,13 +16,13 @@ import warnings
 from dtensor_compile.decisions import Decision
 
 
-def runs_uncompiled(graph: str, said: str) -> Decision:
+def runs_uncompiled(graph: str, output: str) -> Decision:
     """Warns that a graph runs operator by operator because a kernel does not compile; returns the decision.
 
     Args:
         graph: ``"forward"`` or ``"backward"``.
-        said: the last lines of the compiler's output.
+        output: the last lines of the compiler's output.
     """
-    reason = f"a kernel of the {graph} graph does not compile, so that its operators run one by one: {said}"
+    reason = f"a kernel of the {graph} graph does not compile, so that its operators run one by one: {output}"
     warnings.warn(f'dtensor_compile: {reason}; options={{"strict": True}} raises instead', stacklevel=2)
     return Decision("uncompiled_kernels", "", reason, before="inductor", after="aten", left_alone=True)

@@ -1,1 +1,2 @@
-"""Forecasts of a training step on a cluster that is not there: its memory and its time, of the code that would run."""
+"""Forecasts of memory and time of a training step on a cluster that is not available, from the code that would run
+there."""

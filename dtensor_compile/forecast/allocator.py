@@ -1,4 +1,4 @@
-"""The caching allocator's view of allocations: what ``nvidia-smi`` sees, and what does not fit although there is room.
+"""Simulates torch's caching allocator: memory as ``nvidia-smi`` shows it, and allocations that fail by fragmentation.
 
 Sizes and rules are those of torch's native allocator (``c10/cuda/CUDACachingAllocator.cpp``), for one stream:
 
@@ -103,7 +103,7 @@ def _segment(size: int) -> int:
 
 
 def reserved_by(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Bytes that the allocator has in use at most, and those of its segments.
+    """Peak bytes in use, and bytes of the allocator's segments.
 
     Args:
         sizes: events in order: number and size of an allocation, or its number and 0 where it is freed.

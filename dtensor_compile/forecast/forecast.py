@@ -26,7 +26,7 @@ from dtensor_compile.forecast.memory_use import KINDS, kind_of, use_of_step
 from dtensor_compile.forecast.script_steps import ScriptLog, run_steps, script_training
 from dtensor_compile.forecast.step_log import Allocation, Request, StepLog
 from dtensor_compile.forecast.timeline import timeline_of
-from dtensor_compile.forecast.training import StepSettings, Told, Training
+from dtensor_compile.forecast.training import OnPhase, StepSettings, Training
 from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
@@ -57,7 +57,7 @@ DATA_DIMS = ("dp", "ddp", "fsdp", "data", "replicate", "shard")
 #: ``parseChosenWorkspaceSize``), once for each thread that multiplies: the program's, and autograd's.
 _WORKSPACE = {9: 4096 * 8 * 1024, 10: 4096 * 8 * 1024}
 _WORKSPACE_ELSE = 4096 * 1024 * 2 + 16 * 1024 * 8
-#: A step where nothing else is said.
+#: The default settings of a step.
 DEFAULTS = StepSettings()
 #: Number of holders of the peak that a plan names.
 HOLDERS = 12
@@ -72,7 +72,7 @@ class _Point(NamedTuple):
 
 @dataclass
 class _Marks:
-    """Where the phases of the last step begin."""
+    """The points at which the phases of the last step begin."""
 
     forward: _Point
     backward: _Point
@@ -85,7 +85,7 @@ class _Observed:
     """A program that has made its steps.
 
     Attributes:
-        training, log, recording: the program, what the device was given, and what was compiled.
+        training, log, recording: the program, the work that the device was given, and the compilations.
         marks: of the last step.
         owned: kinds of the allocations that objects of the program own.
         operations, collectives: of the last step, one operation for each request.
@@ -135,21 +135,23 @@ def make_plan(
         if is_script(target):
             training = script_training()
             with record() as recording:
-                marks, owned = _run(training, log, lambda told: run_steps(target, script_arguments, training, told))
+                marks, owned = _run(
+                    training, log, lambda on_phase: run_steps(target, script_arguments, training, on_phase)
+                )
         else:
             found = program_of(_called(target, this, arguments))
             if found is None:
                 raise TargetError(f"{target} returns neither a model and its inputs nor a step to call")
             with users_program(target), record() as recording:
                 training = _training(found, settings)
-                marks, owned = _run(training, log, lambda told: _twice(training, told))
+                marks, owned = _run(training, log, lambda on_phase: _twice(training, on_phase))
         operations, collectives = log.operations(recording, marks.forward.requests, marks.end.requests)
         seen = _Observed(training, log, recording, marks, owned, operations, collectives)
         return _plan(target, this, emulated, machine, seen)
 
 
 def _called(target: str, this: Job, arguments: Mapping[str, Any]) -> Any:
-    """What the target's function returns: made on the emulated GPU, where a model takes no memory, or on the host if
+    """The result of the target's function: made on the emulated GPU, where a model takes no memory, or on the host if
     the function reads values."""
     function = function_of(target)
 
@@ -182,14 +184,14 @@ def _training(found: TargetProgram, settings: StepSettings) -> Training:
     return training
 
 
-def _twice(training: Training, told: Told) -> None:
+def _twice(training: Training, on_phase: OnPhase) -> None:
     for _ in range(2):
-        training.step(told)
+        training.step(on_phase)
 
 
-def _run(training: Training, log: StepLog, run: Callable[[Told], None]) -> tuple[_Marks, dict[Allocation, str]]:
-    """Makes steps; where the phases of the last are, and the kinds of the allocations that the program's objects
-    own."""
+def _run(training: Training, log: StepLog, run: Callable[[OnPhase], None]) -> tuple[_Marks, dict[Allocation, str]]:
+    """Runs steps; returns the points of the phases of the last one, and the kinds of the allocations that the program's
+    objects own."""
     kinds: dict[Allocation, str] = {}
     points: dict[str, _Point] = {}
 
@@ -200,7 +202,7 @@ def _run(training: Training, log: StepLog, run: Callable[[Told], None]) -> tuple
                 if kind == "parameters":
                     this.of_parameters = this.written = True
 
-    def told(phase: str) -> None:
+    def on_phase(phase: str) -> None:
         points[phase] = _Point(log.now, len(log.changes))
         if phase in ("forward", "optimizer"):  # in between, a wrapper may have gathered ones in their place
             own("parameters", training.parameters())
@@ -209,8 +211,8 @@ def _run(training: Training, log: StepLog, run: Callable[[Told], None]) -> tuple
             own("gradients", [p.grad for p in training.parameters() if p.grad is not None])
         own("inputs", training.inputs())
 
-    with training.optimizers_watched(told):
-        run(told)
+    with training.optimizers_watched(on_phase):
+        run(on_phase)
     if training.is_step():
         inside = range(points["forward"].requests, points["end"].requests)
         backward = [number for number in inside if log.is_backward(number)]

@@ -1,7 +1,7 @@
-"""Memory of a device over a training step, by what it holds.
+"""Memory of a device over a training step, by kind of content.
 
-Input: the allocations of a `StepLog`, and where the step's phases are. Output: for each point of the step the bytes of
-each kind, and the peak with what holds it.
+Input: the allocations of a `StepLog`, and the points of the step's phases. Output: for each point of the step the bytes
+of each kind, and the peak with the allocations live at it.
 
     parameters             and buffers of the model
     gradients              what ``.grad`` of a parameter is
@@ -33,7 +33,7 @@ Change = tuple[int, Allocation, bool]
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of each kind, of `KINDS`, while a number of requests have been made."""
+    """Bytes of each of `KINDS` after a number of requests."""
 
     requests: int
     bytes: Mapping[str, int]
@@ -44,7 +44,7 @@ class Use:
 
 
 def kind_of(this: Allocation, known: Mapping[Allocation, str], forward: int, backward: int) -> str:
-    """What an allocation holds.
+    """The kind of an allocation.
 
     Args:
         known: kinds of allocations that objects of the program have.
@@ -64,7 +64,7 @@ class StepUse:
     """Memory over a step.
 
     Attributes:
-        uses: where it begins, and after each change.
+        uses: at its begin, and after each change.
         peak: the first of them at which most is held.
         held: the allocations that are held then.
         blocks: the allocator's blocks in order, as `allocator.reserved_by` takes them: first those that are held where
@@ -81,7 +81,7 @@ def use_of_step(changes: Sequence[Change], kind_of: Callable[[Allocation], str],
     """Memory over the step between two of the `changes` of a program.
 
     Args:
-        kind_of: what an allocation holds.
+        kind_of: returns the kind of an allocation.
         begin, end: number of changes before and after the step.
     """
     before: dict[Allocation, None] = {}

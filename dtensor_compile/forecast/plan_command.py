@@ -1,4 +1,4 @@
-"""``dtensor-compile plan TARGET``: memory and time of a training step on a cluster that is not there.
+"""``dtensor-compile plan TARGET``: memory and time of a training step on a cluster that is not available.
 
 TARGET is a function or a script, as for report: a function returns a model and its inputs, of which a whole training
 step is made (loss, backward, clipping, optimizer), or a step to call; a script runs as it is until it has made three
@@ -57,7 +57,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     p.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default adamw")
     p.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="clip gradients to this norm")
-    blocks = "equal blocks are compiled once, or each as where nothing else is said (traced); default once"
+    blocks = "equal blocks are compiled once, or each by itself, as by default elsewhere (traced); default once"
     p.add_argument("--blocks", default="once", choices=["once", "traced"], help=blocks)
     p.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="argument of the function (several times)"

@@ -35,7 +35,7 @@ def to_html(plan: StepPlan) -> str:
 
 
 def sweep_to_html(swept: Sequence[Swept]) -> str:
-    """The page of a sweep; what a point stands for is shown when it is clicked.
+    """The page of a sweep; a click on a point shows its plan.
 
     Raises:
         OfflineError: plotly is not installed.

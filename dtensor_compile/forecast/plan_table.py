@@ -40,7 +40,7 @@ def _verdict(memory: StepMemory) -> str:
 
 
 def why_not(memory: StepMemory) -> str:
-    """By how much a step does not fit, and what holds most."""
+    """The bytes by which a step does not fit, and the largest holders."""
     held = ", ".join(f"{kind} {size(bytes)}" for bytes, kind in _largest(memory)[:3] if bytes)
     too_much = size(memory.needed - memory.capacity)
     return f"{size(memory.needed)} of {size(memory.capacity)}, {too_much} too much; most of it: {held}"
@@ -92,7 +92,7 @@ def text_of(this: Swept) -> str:
     return " ".join(filter(None, [mesh, *(f"{n}={v}" for n, v in this.settings.items() if n not in dims)]))
 
 
-#: By what holds most of the memory: what would make less of it.
+#: Advice by the kind that holds most of the memory.
 _ADVICE = {
     "parameters": "Shard parameters over more ranks (fully_shard, or a larger tensor-parallel mesh dim).",
     "gradients": "Shard gradients over more ranks (fully_shard).",

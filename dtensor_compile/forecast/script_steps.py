@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dtensor_compile.forecast.step_log import StepLog, users_line
-from dtensor_compile.forecast.training import StepSettings, Told, Training
+from dtensor_compile.forecast.training import OnPhase, StepSettings, Training
 from dtensor_compile.offline.emulated_device import EmulatedDevice
 from dtensor_compile.report.target import TargetError, TargetProgram, run_script
 
@@ -52,12 +52,12 @@ def script_training() -> Training:
     return Training(TargetProgram(nothing), nothing, StepSettings(loss="the script's", optimizer="the script's"))
 
 
-def run_steps(script: str, arguments: Sequence[str], training: Training, told: Told) -> None:
+def run_steps(script: str, arguments: Sequence[str], training: Training, on_phase: OnPhase) -> None:
     """Runs a script until it has made `STEPS` steps.
 
     Args:
         training: whose optimizers are watched (`Training.optimizers_watched`).
-        told: called with ``"forward"`` where a step begins, and with ``"end"`` where it ends.
+        on_phase: called with ``"forward"`` where a step begins, and with ``"end"`` where it ends.
 
     Raises:
         TargetError: the script raises, or ends before.
@@ -69,14 +69,14 @@ def run_steps(script: str, arguments: Sequence[str], training: Training, told: T
         if optimizer is not training.optimizers[0]:
             return
         made += 1
-        told("end")
+        on_phase("end")
         if made == STEPS:
             raise _Enough
-        told("forward")
+        on_phase("forward")
 
     handle = register_optimizer_step_post_hook(stepped)
     try:
-        told("forward")
+        on_phase("forward")
         run_script(script, arguments)
     except _Enough:
         return

@@ -1,4 +1,4 @@
-"""What a training step asks of an emulated GPU: requests in order, and allocations.
+"""Log of a training step on an emulated GPU: requests in order, and allocations.
 
 Input: a program that runs under `dtensor_compile.offline.device` while a `StepLog` is the device's observer. Output:
 operations as the cost model takes them (`dtensor_compile.graph.node_costs`), in the order in which the host issues
@@ -39,16 +39,16 @@ class Allocation:
     """Memory of the device.
 
     Attributes:
-        bytes: that were asked for.
+        bytes: requested size.
         born, died: number of requests made before it was allocated, and before it was freed; None: never.
-        operator: that allocated it.
+        operator: the one that allocated it.
         where: the user's line, ``file:line: code``; empty for one of compiled code, whose next request has it.
         of_parameters: whether it holds parameters, or was computed from them alone (gathered, cast).
         of_collective: whether a collective reads or writes it.
         written: whether something was written to it.
         reuses: whether it is memory of an earlier one, whose content was overwritten.
         reused: whether a later one is.
-        storages: number of storages that stand for it.
+        storages: number of storages that represent it.
     """
 
     bytes: int
@@ -229,7 +229,7 @@ class StepLog(Observer):
             self._ends(this)
 
     def _replaced(self, old: Allocation, new: Allocation) -> Allocation:
-        """Ends one allocation and begins another, for which the same storages stand."""
+        """Ends one allocation and begins another in the same storages."""
         new.storages = old.storages
         self._ends(old)
         self._begins(new)
@@ -239,7 +239,7 @@ class StepLog(Observer):
         return new
 
     def _same_memory(self, given: Any, result: Any) -> None:
-        """Notes that a result is the memory of what was given: a fake wait returns a tensor of its own."""
+        """Notes that a result has the memory of its argument: a fake wait returns a new tensor."""
         for tensor, waited in zip(_tensors(given), _tensors(result)):
             entry, key = self._live.get(_key(tensor)), _key(waited)
             if entry is not None and key not in self._live:
@@ -254,7 +254,7 @@ class StepLog(Observer):
         self.changes.append((self.now, this, False))
 
     def _compute(self, reads: Any, writes: Any) -> None:
-        """Notes what memory holds from now on: new content in the same memory is an allocation of its own."""
+        """Notes new content of memory: new content in the same memory is an allocation of its own."""
         given = list(self._of(reads))
         of_parameters = bool(given) and all(this.of_parameters for this in given)
         for tensor in _tensors(writes):
@@ -320,7 +320,7 @@ def _is_of(step: IssuedStep, operation: Operation) -> bool:
 
 
 def _moved(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of tensors, and of an element of the last."""
+    """Bytes of tensors, and bytes of an element of the last one."""
     return sum(x.numel() * x.element_size() for x in tensors), tensors[-1].element_size() if tensors else 4
 
 
@@ -356,7 +356,7 @@ def _name(func: Any) -> str:
 
 
 def users_line() -> str:
-    """The innermost line of the program that runs, ``file:line: code``; empty where it is this package that calls."""
+    """The innermost line of the program that runs, ``file:line: code``; empty if this package calls."""
     frames = traceback.extract_stack(sys._getframe(2))
     begin = max((i for i, frame in enumerate(frames) if frame.filename.endswith(_CALLERS)), default=-1)
     own = [frame for frame in frames[begin + 1 :] if is_users(frame.filename)]

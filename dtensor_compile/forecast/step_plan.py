@@ -1,4 +1,4 @@
-"""A forecast as data: memory over time, and where the time of a step goes.
+"""A forecast as data: memory over time, and a breakdown of the time of a step.
 
 `StepPlan` is the root. Everything in it is text, numbers and tuples, so that it survives a round trip through JSON.
 Bytes and seconds are those of one rank; all of them are estimates.
@@ -23,7 +23,7 @@ class PlanFormatError(DTensorCompileError, ValueError):
 
 @dataclass(frozen=True)
 class Holder:
-    """What holds memory at the peak.
+    """Allocations of one kind and line at the peak of memory.
 
     Attributes:
         kind: one of `StepMemory.kinds`.
@@ -52,11 +52,11 @@ class StepMemory:
     """Memory of one rank over a step, once the optimizer has its states.
 
     Attributes:
-        kinds: what memory is told apart by.
+        kinds: by which memory is broken down.
         over_time: at the points where it changes.
         peak: bytes that are allocated at most; `peak_of_kinds` are those of each kind at that point.
         peak_where, peak_module: the user's line and the module of the request at that point.
-        holders: what holds it, the largest first.
+        holders: the allocations that hold it, the largest first.
         reserved: bytes of the caching allocator's segments.
         fixed: bytes that the device needs besides: libraries' workspaces.
         capacity: of the device.
@@ -96,14 +96,14 @@ class Communication:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the time of a step goes, in seconds; the first three add up to `step`.
+    """Breakdown of the time of a step, in seconds; the first three add up to `step`.
 
     Attributes:
-        compute: in which kernels run.
-        exposed: in which compute waits for collectives.
-        idle: in which compute waits for the host.
-        hidden: of collectives, while kernels run.
-        host: that the host needs to issue the step.
+        compute: seconds in which kernels run.
+        exposed: seconds in which compute waits for collectives.
+        idle: seconds in which compute waits for the host.
+        hidden: seconds of collectives while kernels run.
+        host: seconds that the host needs to issue the step.
         forward, backward, rest: parts of the step: the rest is clipping and the optimizer.
     """
 
@@ -120,11 +120,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Basis:
-    """What figures rest on.
+    """The source of figures, and its quality.
 
     Attributes:
         figures: ``"memory"``, ``"kernels"``, ``"collectives"``, ``"host"``.
-        text: where they come from.
+        text: their source.
         quality: ``"simulated"``, ``"measured"``, ``"vendor's figures"`` or ``"guess"``.
         error: relative error that is to be expected (`docs/planning.md` says what was seen).
     """
@@ -147,7 +147,7 @@ class StepPlan:
         target: the program, as the user named it.
         torch: release of torch.
         mesh: sizes and names of its dims, as text; world: number of ranks.
-        gpu, cluster: for which the code was made, and for which times are estimated.
+        gpu, cluster: the GPU for which code was generated, and the cluster for which times are estimated.
         optimizer, clip, loss: of the step.
         memory, time, communication: see there.
         flops: of one rank in a step, and of the model without recomputation (three times the forward pass; A. Chowdhery
@@ -158,7 +158,7 @@ class StepPlan:
         kernels: Triton kernels that were compiled to machine code; spills: those of them that spill registers.
         made_up: the lines of a script that read values of tensors on the GPU, and got 0 or False.
         timeline: of the step.
-        rests_on: what the figures rest on.
+        rests_on: sources of the figures.
     """
 
     version: str

@@ -1,9 +1,9 @@
 """Plans of all combinations of some settings, each in a process of its own.
 
-Input: a command line of ``dtensor-compile plan`` and what varies in it: sizes of mesh dims, and arguments of the
-target's function. Output: the plans, the fastest first among those that fit, and for each that does not why not.
+Input: a command line of ``dtensor-compile plan`` and the settings that vary: sizes of mesh dims, and arguments of the
+target's function. Output: the plans, the fastest first among those that fit, and for each other one the reason.
 
-The number of ranks stays: where one mesh dim varies, the first of the others takes what is left.
+The number of ranks stays: if one mesh dim varies, the first of the others gets the remaining ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Swept:
     """One combination.
 
     Attributes:
-        settings: what was chosen, by name.
+        settings: the chosen values by name.
         mesh: the mesh with it.
         plan: None where there is none, for the reason in `failed`.
     """
@@ -106,7 +106,7 @@ def _with_sizes(mesh: Mesh, settings: Mapping[str, str]) -> Mesh:
 
 
 def run_sweep(
-    combined: Sequence[Swept], command: Sequence[str], jobs: int, told: Callable[[Swept], None]
+    combined: Sequence[Swept], command: Sequence[str], jobs: int, on_done: Callable[[Swept], None]
 ) -> list[Swept]:
     """Makes the plans.
 
@@ -114,7 +114,7 @@ def run_sweep(
         combined: from `combinations`.
         command: arguments of ``dtensor-compile plan`` without ``--mesh``, ``--set`` and ``--json``.
         jobs: processes at once.
-        told: called with each that is done.
+        on_done: called with each that is done.
     """
 
     def run(this: Swept) -> Swept:
@@ -130,7 +130,7 @@ def run_sweep(
             made = Swept(this.settings, this.mesh, failed=lines[-1].removeprefix("dtensor-compile plan: "))
         else:
             made = Swept(this.settings, this.mesh, from_json(done.stdout[begin:]))
-        told(made)
+        on_done(made)
         return made
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

@@ -1,7 +1,7 @@
 """A training step of a program: forward, loss, backward, clipping of gradients, optimizer.
 
-Input: what a target returned (`dtensor_compile.report.target`), and how the rest of the step is. Output: a step to call
-any number of times, whose phases are told. A target that is a step itself does all of this on its own.
+Input: the result of a target (`dtensor_compile.report.target`), and the settings of the rest of the step. Output: a
+step to call any number of times, which reports its phases. A target that is a step itself does all of this on its own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optim
 LOSSES = ("sum", "mean", "cross_entropy")
 
 #: Called with the name of a phase that begins: ``"forward"``, ``"backward"``, ``"rest"``, ``"optimizer"``, ``"end"``.
-Told = Callable[[str], None]
+OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step does besides the model.
+    """The parts of a step besides the model.
 
     Attributes:
         loss: one of `LOSSES`, or a function as a target is named, which takes the model's result and its inputs.
@@ -59,7 +59,7 @@ class Training:
         program: the model and its inputs, or a step to call.
         run: calls the model compiled.
         settings: of the step.
-        optimizers: those that make a step in it.
+        optimizers: those whose ``step`` runs in it.
     """
 
     program: TargetProgram
@@ -83,13 +83,14 @@ class Training:
         return [x for x in leaves if isinstance(x, torch.Tensor)]
 
     @contextlib.contextmanager
-    def optimizers_watched(self, told: Told) -> Iterator[None]:
-        """While active, every optimizer that makes a step is known, and ``told("optimizer")`` is called before."""
+    def optimizers_watched(self, on_phase: OnPhase) -> Iterator[None]:
+        """While active, every optimizer that steps is recorded, and ``on_phase("optimizer")`` is called before its
+        step."""
 
         def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if all(optimizer is not known for known in self.optimizers):
                 self.optimizers.append(optimizer)
-            told("optimizer")
+            on_phase("optimizer")
 
         handle = register_optimizer_step_pre_hook(steps)
         try:
@@ -101,26 +102,26 @@ class Training:
         """Whether the program makes its steps itself."""
         return not (self.program.args or self.program.kwargs or isinstance(self.program.model, torch.nn.Module))
 
-    def step(self, told: Told) -> None:
+    def step(self, on_phase: OnPhase) -> None:
         """Makes one step."""
-        told("forward")
+        on_phase("forward")
         if self.is_step():
             self.run()
-            told("end")
+            on_phase("end")
             return
         parameters = [p for p in self.parameters() if isinstance(p, torch.nn.Parameter) and p.requires_grad]
         loss = self.loss(self.program.call(self.run))
-        told("backward")
+        on_phase("backward")
         loss.backward()
         del loss
-        told("rest")
+        on_phase("rest")
         if self.settings.clip:
             torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip)
         if not self.optimizers and (make := OPTIMIZERS[self.settings.optimizer]) is not None and parameters:
             self.optimizers.append(make(parameters))
         for optimizer in self.optimizers:
             optimizer.step()
-        told("end")
+        on_phase("end")
         for parameter in parameters:
             parameter.grad = None
 

@@ -1,8 +1,8 @@
 """Typed access to arguments and fake values of nodes.
 
 ``node.args[i]`` may be a node, a number, a text, a list or nothing, as far as a type checker knows; a pass that has
-matched the operator knows which. These functions assert the type; their errors name the node, the argument and what was
-found.
+matched the operator knows which. These functions assert the type; their errors name the node, the argument and the
+value found.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ _permute = torch.ops.aten.permute.default
 
 
 def behind_copies(node: Any) -> Any:
-    """The node whose values and shape `node` has: itself, or what it is a copy or a view of the same shape of."""
+    """The node with the values and shape of `node` behind copies and views of the same shape: `node` itself if there
+    are none."""
     while isinstance(node, torch.fx.Node) and (node.target is _clone or is_same_view(node)):
         node = node.args[0]
     return node

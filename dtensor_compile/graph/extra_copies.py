@@ -47,7 +47,7 @@ def sends(node: torch.fx.Node) -> bool:
 
 
 def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The nodes that wrote the memory that a node reads, behind views, and behind clones that only it reads: they are
+    """The nodes that wrote the memory that a node reads, behind views and behind clones that only it reads, which are
     one copy.
     """
     for source in node.all_input_nodes:

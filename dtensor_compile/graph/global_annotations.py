@@ -2,16 +2,16 @@
 
     mm: [4, 16]   of   S(1) of [4, 64] on cpu[tp=4:1]@4
 
-A redistribute node has these as arguments. For nodes between two of them, a graph of local tensors does not say whether
-an operand is the same on every rank, or what a view is if sizes differ between ranks. DTensor knows; it marks the
-tensors that it passes to an operator, the first time for equal ones. Marks are text and plain integers, the same on
-every rank, so that decisions of passes may depend on them.
+A redistribute node has these as arguments. For nodes between two of them, a graph of local tensors does not show
+whether an operand is the same on every rank, or the global shapes of a view if sizes differ between ranks. DTensor
+knows; it marks the tensors that it passes to an operator, the first time for equal ones. Marks are text and plain
+integers, the same on every rank, so that decisions of passes may depend on them.
 
-A mark means what the spec of a DTensor means: that the local tensors of all ranks are those of one global tensor. A
-program for which that is wrong (`DTensor.from_local` of different values on each rank as `Replicate`) gets the results
-of torch's own shortcuts.
+A mark has the meaning of a DTensor's spec: the local tensors of all ranks are those of one global tensor. A program for
+which that is wrong (`DTensor.from_local` of different values on each rank as `Replicate`) gets the results of torch's
+own shortcuts.
 
-Without a mark are plain tensors, nodes inside of a decomposed operator, symbolic shapes, tensors for which the program
+These have no mark: plain tensors, nodes inside of a decomposed operator, symbolic shapes, tensors for which the program
 names two specs, and local tensors of another shape than their spec says.
 """
 

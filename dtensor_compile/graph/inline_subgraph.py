@@ -23,12 +23,12 @@ Meta = Mapping[str, Any] | Callable[[torch.fx.Node], Mapping[str, Any]]
 BLOCK, MODULE = "dtensor_compile_block", "dtensor_compile_module"
 
 
-def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Meta, *, again: bool) -> Any:
+def inline(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Meta, *, again: bool) -> Any:
     """Inlines the operators of `part` at the insertion point of `graph`; returns its result there.
 
     Args:
         inputs: nodes and numbers for the placeholders of `part`.
-        meta: goes to every new node; or makes what goes there of the node that it is a copy of.
+        meta: metadata of every new node, or a function that makes it from the node that is copied.
         again: whether `part` was inlined before. Fake values are then made again: two values of a graph never share a
             fake tensor, as passes find aliases by them.
     """
@@ -73,7 +73,7 @@ def with_blocks(graph: torch.fx.Graph) -> torch.fx.Graph:
         if node.target is CALL:
             inputs = [values[argument] for argument in node.args[2:]]  # type: ignore[index]
             called = called_graph(node)
-            values[node] = splice(copy, called.graph, inputs, _modules_of_call(node, called), again=False)
+            values[node] = inline(copy, called.graph, inputs, _modules_of_call(node, called), again=False)
         elif node.target is operator.getitem and isinstance(values[node_arg(node, 0)], (tuple, list)):
             values[node] = values[node_arg(node, 0)][const_arg(node, 1, int)]
         else:
@@ -102,7 +102,7 @@ def _modules_of_call(call: torch.fx.Node, block: torch.fx.GraphModule) -> Meta:
 
 
 def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:
-    """The graph that computes `result` from the placeholder `source` alone, for `splice`."""
+    """The graph that computes `result` from the placeholder `source` alone, for `inline`."""
     needed, pending = {source, result}, [result]
     while pending:
         more = [node for node in pending.pop().all_input_nodes if node not in needed]
@@ -118,7 +118,7 @@ def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:
 
 
 def without_values(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy without fake values (which would keep a tracer alive), to keep for other traces: `splice` it `again`."""
+    """A copy without fake values (which would keep a tracer alive), to keep for other traces: `inline` it `again`."""
     copy = torch.fx.Graph()
     values: dict[torch.fx.Node, Any] = {}
     output = copy.graph_copy(graph, values)

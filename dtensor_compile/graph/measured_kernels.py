@@ -66,7 +66,7 @@ def _described(leaf: Any) -> Any:
 def _measure(target: Any, args: Any, kwargs: Any) -> float | None:
     try:
         with without_modes(), torch.no_grad():
-            args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
+            args, kwargs = pytree.tree_map(_real_argument, (args, kwargs))
             timer = Timer(
                 "run()", globals={"run": lambda: target(*args, **kwargs)}, num_threads=torch.get_num_threads()
             )
@@ -75,7 +75,7 @@ def _measure(target: Any, args: Any, kwargs: Any) -> float | None:
         return None
 
 
-def _stand_in(leaf: Any) -> Any:
+def _real_argument(leaf: Any) -> Any:
     if isinstance(leaf, torch.SymInt):
         return size_hint(leaf)
     if not isinstance(leaf, torch.Tensor):

@@ -1,7 +1,7 @@
 """New nodes: a call, metadata inherited from the replaced node, and a fake value.
 
-`dtensor_compile.graph.nodes.call` is the one for passes over redistribute nodes, which also says in which graph of the
-two a node runs.
+`dtensor_compile.graph.nodes.call` is the one for passes over redistribute nodes, which also determines in which of the
+two graphs a node runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMPUTED = object()
 
 
 def inherited(node: torch.fx.Node, but: Iterable[str] = ()) -> dict[str, Any]:
-    """The ``meta`` of `node` without what describes its value, and without the keys `but`."""
+    """The ``meta`` of `node` without descriptions of its value, and without the keys `but`."""
     left_out = {*_OF_ITS_VALUE, *but}
     return {key: value for key, value in node.meta.items() if key not in left_out}
 

@@ -233,7 +233,8 @@ def kind_of(node: torch.fx.Node) -> str:
 
 
 def _fake_call(node: torch.fx.Node) -> tuple[Any, Any, Any, Any]:
-    """What a node calls, its arguments, its result and its named arguments, with fake values; `without_state`."""
+    """The function that a node calls, its arguments, its result and its named arguments, with fake values;
+    `without_state`."""
     args, kwargs = fake_arguments(node)
     return without_state(node.target, args, node.meta["val"], kwargs)
 

@@ -84,12 +84,12 @@ def is_pointwise(target: Any) -> bool:
 
 
 def is_view(target: Any) -> bool:
-    """Whether the schema of an operator says that its result is a view of its argument."""
+    """Whether the result of an operator is a view of its argument, by its schema."""
     return bool(getattr(target, "is_view", False))
 
 
 def is_mutable(target: Any) -> bool:
-    """Whether the schema of an operator says that it writes to an argument."""
+    """Whether an operator writes to an argument, by its schema."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 

@@ -1,4 +1,4 @@
-"""Facts about nodes that are the same on all ranks.
+"""Facts about nodes that are rank-uniform: the same on all ranks.
 
 Every rank runs the passes on its own graph and must make the same decisions, or ranks would call different collectives.
 If all shards are even, ranks see the same sizes. If some are not, a size of 1 on one rank looks like a broadcast, and a

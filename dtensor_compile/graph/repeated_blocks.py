@@ -108,7 +108,7 @@ def _block(program: torch.fx.GraphModule, calls: tuple[dict[int, torch.fx.Node],
 
 
 def _modules(call: Call) -> dict[str, Any]:
-    """The modules that all nodes of a call are in."""
+    """The modules that contain all nodes of a call."""
     stacks = [node.meta.get("nn_module_stack", {}) for node in call.values()]
     return {key: value for key, value in stacks[0].items() if all(key in stack for stack in stacks)}
 

@@ -83,8 +83,8 @@ class GraphStep:
 def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[GraphStep], this: StepContext) -> None:
     """Runs steps in order on a graph, or on the module of one.
 
-    Ranks must make the same decisions; `sizes_differ` says what these may depend on if shards are uneven, for all steps
-    as the graph was before the first.
+    Ranks must make the same decisions; `sizes_differ` limits what these may depend on if shards are uneven, for all
+    steps by the graph before the first.
 
     Raises:
         Exception: raised by a required step, or by any step if the options are strict.

@@ -7,7 +7,7 @@ from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.ir.mesh import merged_group_name, parse_mesh
 from dtensor_compile.ir.rank_free import dims_of_name, name_on_all_ranks, rank_free
 
-#: Meshes and mesh dims that code in this process names, of whatever job: it is loaded once.
+#: Meshes and mesh dims that code in this process names, of any job: it is loaded once.
 _known: set[tuple[str, tuple[int, ...]]] = set()
 
 

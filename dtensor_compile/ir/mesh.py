@@ -30,7 +30,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import fact_guard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
 from dtensor_compile.ir.rank_free import is_rank_free, name_on_all_ranks
-from dtensor_compile.store.rendezvous import all_meet
+from dtensor_compile.store.rendezvous import all_arrive
 
 _TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
 _DIM = re.compile(r"((?P<name>[^=\],]+)=)?(?P<sizes>[0-9]+:[0-9]+(\*[0-9]+:[0-9]+)*)")
@@ -292,7 +292,7 @@ def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
 #: Maximum number of mesh dims for which every subset gets its process group in advance: 4 groups for 3 mesh dims.
 MOST_MERGED = 3
 
-#: By the text of a mesh: whether its ranks met to make process groups over several of its dims.
+#: By the text of a mesh: whether its ranks completed the rendezvous for process groups over several of its dims.
 _merged: dict[str, bool] = {}
 
 
@@ -331,7 +331,7 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
             continue  # the group of the job
         if _merged.get(text) and all(compat_mesh.has_group(sorted(layout.group_over(rank, dims))) for dims in several):
             continue
-        _merged[text] = all_meet(f"process groups of {text}", layout.ranks)
+        _merged[text] = all_arrive(f"process groups of {text}", layout.ranks)
         for dims in several if _merged[text] else ():
             merged_group_name(text, dims, rank)
     return complete
@@ -370,7 +370,7 @@ def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
         NoProcessGroupError: not all ranks came within `JOIN_PATIENCE`; each that did raises it.
     """
     ranks = tuple(sorted(ranks))
-    if not compat_mesh.has_group(ranks) and not all_meet(f"process group of {list(ranks)}", ranks, JOIN_PATIENCE):
+    if not compat_mesh.has_group(ranks) and not all_arrive(f"process group of {list(ranks)}", ranks, JOIN_PATIENCE):
         raise NoProcessGroupError(
             f"redistribution from mesh {' to mesh '.join(texts)}: not all of the ranks {list(ranks)} came within "
             f"{JOIN_PATIENCE:g} s to make the process group over both meshes: every rank of both calls redistribute "

@@ -1,11 +1,11 @@
-"""Rank-free graphs: graphs that are the same on every rank, because what differs is read when they run.
+"""Rank-free graphs: graphs that are the same on every rank, because rank-dependent values are read when they run.
 
     fixed         slice(x, 1, 64, 128)                    all_reduce(x, "sum", "7")
     rank-free     shard_of(x, 1, "cpu[tp=4:1]@4", 0)      all_reduce(x, "sum", "dtensor_compile cpu[tp=4:1]@4 0")
 
 A process group has a name of its own on each rank, so it gets a second one, made of the mesh and its dims. The
-coordinate of a rank is read by the operators of `ops/coordinates.py`. What remains (uneven shards, messages in the
-order of ranks) differs between graphs, which `runtime/artifacts.py` then keeps apart.
+coordinate of a rank is read by the operators of `ops/coordinates.py`. Other differences (uneven shards, messages in the
+order of ranks) remain in the graphs, which `runtime/artifacts.py` then keeps apart.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dtensor_compile.graph.arguments import const_arg, list_arg
 from dtensor_compile.graph.inline_subgraph import BLOCK, MODULE
 from dtensor_compile.ops.call_block import CALLS_OF_BLOCKS, graph_of_block
 
-#: What torch's partitioner keeps for an operator's layout constraints, which a call has none of.
+#: Key of the metadata that torch's partitioner keeps for layout constraints of operators; a call has none.
 _STRIDES = "eager_input_vals"
 
 

@@ -10,8 +10,8 @@ beside its original.
     after    g = redistribute(x, S(1)->R); q = mm(g, wq); k = mm(g, wk)
 
 It always pays: fewer bytes are written. Results of collectives are contiguous on every rank, for all sizes, so that
-ranks decide alike if shards are uneven. Left alone: copies that are outputs, and memory that an operator of the graph
-writes to.
+ranks make the same decision if shards are uneven. Left alone: copies that are outputs, and memory that an operator of
+the graph writes to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def drop_copies(graph: torch.fx.Graph) -> list[Decision]:
             continue
         if not _is_contiguous(node) or not sends(original):
             continue
-        reason = f"nobody can tell it from {original.name}"
+        reason = f"nothing distinguishes it from {original.name}"
         decisions.append(Decision("drop_copies", source_line(node), reason, "copied", "read in place"))
         node.replace_all_uses_with(original)
         graph.erase_node(node)

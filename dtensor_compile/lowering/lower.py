@@ -25,7 +25,7 @@ from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
 from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes_of, value_of
-from dtensor_compile.graph.inline_subgraph import cut_out, splice, without_values
+from dtensor_compile.graph.inline_subgraph import cut_out, inline, without_values
 from dtensor_compile.graph.node_builder import add_call
 from dtensor_compile.graph.nodes import ACROSS, RECORDED_AS, across, cost, describe, read, redistributions, source_line
 from dtensor_compile.ir.mesh import parse_mesh
@@ -113,7 +113,7 @@ def lower_redistributions(graph: torch.fx.Graph, strict: bool = False) -> list[D
     decisions: list[Decision] = []
     nodes = [*redistributions(graph), *across(graph)]
     for node in redistributions(graph):
-        _say_sizes(node)
+        _make_sizes_static(node)
     traced: dict[Any, torch.fx.Graph] = {}
     fresh = _trace_together(nodes, decisions)
     for node in nodes:
@@ -145,7 +145,7 @@ def _bytes_sent(node: torch.fx.Node) -> int | None:
         return None
 
 
-def _say_sizes(node: torch.fx.Node) -> None:
+def _make_sizes_static(node: torch.fx.Node) -> None:
     """Gives a local tensor of an integer global shape integer sizes, even if it is computed with symbolic ones.
 
         before   g = mm(t, x): [2*(s//2), 8]; y = redistribute(g, "P", "S(0)", mesh, [4, 8])
@@ -197,7 +197,7 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
     meta = {name: node.meta[name] for name in _INHERITED if name in node.meta}
     meta |= {REDISTRIBUTES: True} if this.of_one_mesh else {ACROSS: f"{describe(node)} of {list(this.shape)}"}
     with graph.inserting_before(node):
-        result = splice(graph, traced[this.key], this.inputs, meta, again=again)
+        result = inline(graph, traced[this.key], this.inputs, meta, again=again)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -206,7 +206,7 @@ def _trace_together(nodes: Sequence[torch.fx.Node], decisions: list[Decision]) -
     """Traces cacheable expansions that are not cached yet together, by key: each trace has a fixed cost of a
     millisecond.
 
-    Returns nothing, with a decision, if one of them fails: tracing each by itself finds which.
+    Returns nothing, with a decision, if one of them fails: tracing each by itself then finds the failing one.
     """
     wanted: dict[Any, _Expansion] = {}
     try:

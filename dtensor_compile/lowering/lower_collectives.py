@@ -66,8 +66,8 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
 
 def hold_collectives(graph: torch.fx.Graph) -> None:
-    """Keeps communication of the backward in the backward of the joint graph, and moves communication there that only
-    it needs.
+    """Keeps communication of the backward in the backward of the joint graph, and moves communication that only the
+    backward needs there.
 
     For nodes that do not depend on tangents, the partitioner would choose the graph in which less has to be saved, by
     the sizes of local tensors. If shards are uneven these differ between ranks, and so would the collectives of their
@@ -111,7 +111,7 @@ def hold_draws(graph: torch.fx.Graph) -> None:
 def is_repeatable(graph: torch.fx.Graph) -> bool:
     """Whether a graph gives the same results when it runs again.
 
-    Redistributions are allowed: all ranks run them alike.
+    Redistributions are allowed: they are rank-uniform.
     """
     return not any(node.target in _ORDERED or draws(node.target) for node in graph.nodes)
 

@@ -14,8 +14,8 @@ that carries both directions.
                  link between hosts twice on the way, one rank a host or one host (4 ranks: 0.17 to 0.91 of gloo's
                  time)
 
-Only collectives that all ranks run alike (`REDISTRIBUTES`) change; decisions follow from the kind, the ranks, and the
-sizes of gathers, which are equal on all of them.
+Only rank-uniform collectives (`REDISTRIBUTES`) change; decisions follow from the kind, the ranks, and the sizes of
+gathers, which are equal on all of them.
 """
 
 from __future__ import annotations

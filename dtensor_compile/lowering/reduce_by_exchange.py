@@ -10,7 +10,7 @@ of the input, and the additions are fused into the kernel that reads them.
 Results are the same: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the
 order of ranks, with a rounding after each as gloo does it; gloo goes around a ring that starts elsewhere for each part,
 so that the last bits may differ. A mean is the sum divided by n, as torch computes it for gloo. Only these two
-reductions are replaced, of dtypes that gloo exchanges, and only if all ranks run them alike (`REDISTRIBUTES`).
+reductions are replaced, of dtypes that gloo exchanges, and only rank-uniform ones (`REDISTRIBUTES`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtensor_compile.compat.distributed.functional_collectives import functional
 from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes_of, value_of
-from dtensor_compile.graph.inline_subgraph import splice
+from dtensor_compile.graph.inline_subgraph import inline
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import FUSED, is_wait, source_line
 from dtensor_compile.ops.groups import REDISTRIBUTES
@@ -119,7 +119,7 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.
         if not again:
             sizes = (value, part if isinstance(part, int) else part.meta["val"])
             traced[key] = trace_local(lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), sizes).graph
-        result = splice(graph, traced[key], (done, part), meta, again=again)
+        result = inline(graph, traced[key], (done, part), meta, again=again)
     wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(start)
@@ -184,4 +184,4 @@ def _traced(like: torch.fx.Node, function: Callable[..., torch.Tensor], args: Se
     the result.
     """
     part = trace_local(function, sizes_of(args)).graph
-    return splice(like.graph, part, args, inherited(like), again=False)
+    return inline(like.graph, part, args, inherited(like), again=False)

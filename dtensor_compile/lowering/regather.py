@@ -4,13 +4,13 @@
     gathered again    forward  g = gather(w); y = mm(x, g); return y, x, w     backward  g = gather(w); gx = mm(t, g.T)
 
 In: the joint graph, and ``regather``: ``"always"``, ``"never"``, or the bytes of gathered tensors that one rank may
-keep. Out: tags on the gathers that the backward needs, and a decision for each. If bytes are bounded, those are kept
-that take longest per byte to gather again, and of equal ones the later: the backward needs them first, so they are held
-for the shortest time.
+keep. Out: tags on the gathers that the backward needs, and a decision for each. If bytes are bounded, those that take
+longest per byte to gather again are kept, and of equal ones the later, which the backward needs first and which are
+held for the shortest time.
 
 A gather is a redistribution of the forward from shards, without partial sums, to a larger local tensor. Views and casts
-of its result are repeated with it, or they would be saved instead. All ranks decide alike: by specs, global sizes and
-plans.
+of its result are repeated with it, or they would be saved instead. All ranks make the same decision: it depends on
+specs, global sizes and plans.
 """
 
 from __future__ import annotations

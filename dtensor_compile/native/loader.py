@@ -1,10 +1,10 @@
 """The C++ part of a compiled call, built once per machine and torch release; without it, torch's own code is used.
 
-Its sources are in `native_code/`, one subject per file. Callable objects, each made once at compile time:
+Its sources are in `native_code/`, one subject per file. Callable objects, each made once, at compile time:
 
-- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a tensor is what the graph
-  was compiled for. It compares what the guard of a plain tensor compares, for the DTensor and for its local tensor, and
-  the spec: first by identity, then mesh, placements, shard order and dtype.
+- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a tensor is like the one for
+  which the graph was compiled. It compares what the guard of a plain tensor compares, for the DTensor and for its local
+  tensor, and the spec: first by identity, then mesh, placements, shard order and dtype.
 - ``Unwrap(plan)(arguments)``: the inputs of the graph, with local tensors and meshes instead of DTensors.
 - ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are only remade for another mesh or
   other sizes. With `accumulate`, a gradient is accumulated directly into ``.grad`` of its parameter if autograd would
@@ -12,7 +12,7 @@ Its sources are in `native_code/`, one subject per file. Callable objects, each 
 - ``Fetch(roots, plan)(*objects)``: the inputs of a graph, read from `objects`, in a tuple. The plan is a list of reads
   ``(from, step, key, wanted)``: `from` is the index of an earlier read, or ``-1 - i`` for object `i`; the step is one
   of `READS`: an attribute, an item, a gradient, or the value or key at a position of a dict.
-- ``GuardAll(roots, plan, checks)(*objects)``: whether everything that such a walk finds is what the graph was compiled
+- ``GuardAll(roots, plan, checks)(*objects)``: whether everything that such a walk finds is as the graph was compiled
   for. A check ``(index, expected)`` requires that a `Guard` accepts a read, that it has a type, or that it is the same
   object as another read.
 - ``Layouts(expected, complain)(tensors)``: checks that tensors have the sizes and strides of `expected`, a tuple of

@@ -8,7 +8,7 @@
         torch.compile(model, backend="dtensor")(tokens.cuda()).sum().backward()
     print(gpu.table())
 
-- ``device``: the emulated device, and what was compiled for it: generated code, Triton kernels, PTX and cubin.
+- ``device``: the emulated device, and the code compiled for it: generated code, Triton kernels, PTX and cubin.
 - ``job``: makes the process one rank of a simulated job without other ranks.
 """
 

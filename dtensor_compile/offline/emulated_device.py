@@ -94,26 +94,28 @@ class EmulatedGraph:
 
 
 class Observer:
-    """Sees what the device is given, in order, while it is an `EmulatedDevice.observer`. This one does nothing."""
+    """Receives the work that the device is given, in order, while it is an `EmulatedDevice.observer`. This one does
+    nothing."""
 
     def operator(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """An operator on tensors of the device has its result: in eager, and in generated code, where allocations and
+        """Called after an operator on tensors of the device: in eager, and in generated code, where allocations and
         views are operators too."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """The size of a storage was changed; to nothing where its memory is freed."""
+        """Called after the size of a storage changed; to zero if its memory was freed."""
 
     def step(self, step: IssuedStep, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> None:
-        """Generated code makes a request; of a kernel with the tensors that it reads and those that it writes."""
+        """Called at a request of generated code; for a kernel with the tensors that it reads and writes."""
 
     def read(self, tensor: torch.Tensor) -> bool | int | float | None:
-        """The program reads the value of a tensor with one element; the value that it gets, or None for an error."""
+        """Called when the program reads the value of a tensor with one element; returns that value, or None for an
+        error."""
 
     def begins(self, graph: EmulatedGraph) -> None:
-        """Generated code begins to run."""
+        """Called before generated code runs."""
 
     def ends(self, graph: EmulatedGraph) -> None:
-        """Generated code has run."""
+        """Called after generated code ran."""
 
 
 class EmulatedDevice:
@@ -122,7 +124,7 @@ class EmulatedDevice:
     Attributes:
         gpu: the GPU.
         graphs: generated code, in the order in which it was compiled.
-        observer: is told what the device is given.
+        observer: receives the work that the device is given.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -213,7 +215,7 @@ _POINTERS = re.compile(r"^def \w+\(((?:in|out)_[^)]*)\)", re.MULTILINE)
 
 
 class _Requests:
-    """Makes steps of the operators that generated code calls; a wait has the number of its start."""
+    """Records the operators that generated code calls as steps; a wait has the number of its start."""
 
     def __init__(self, graph: EmulatedGraph, issued: Callable[[IssuedStep], None]) -> None:
         self.graph, self.issued, self.started = graph, issued, dict[int, tuple[str, int]]()

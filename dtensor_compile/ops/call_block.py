@@ -26,7 +26,7 @@ class BlockGraph:
         module: of the graph; takes tensors, returns a tuple of tensors, none of which aliases another or an input.
         results: the fake values of these.
         draws: whether it draws random numbers.
-        of: Dynamo's name of the module that it is the graph of: that of the first call.
+        of: Dynamo's name of the module of the first call.
     """
 
     module: torch.fx.GraphModule
@@ -41,7 +41,7 @@ _known: list[dict[str, BlockGraph]] = []
 
 @contextlib.contextmanager
 def block_graphs() -> Iterator[dict[str, BlockGraph]]:
-    """The graphs that calls name while this is active; add to it."""
+    """While active, the graphs by the names in calls; add to it."""
     _known.append({})
     try:
         yield _known[-1]

@@ -64,7 +64,7 @@ class Exchange:
 
     @functools.cached_property
     def away(self) -> np.ndarray:
-        """`sent` without what members keep."""
+        """`sent` without the elements that members keep."""
         away = self.sent.copy()
         np.fill_diagonal(away, 0)
         return away

@@ -2,8 +2,8 @@
 
 In: the local tensor of this rank, a plan, the layout of the mesh. Out: the local tensor in the target spec. Every step
 is one functional collective (or a local slice) between two rearrangements; a rearrangement is one permutation that a
-compiler can fuse into what produces or reads the tensor. Uneven shards are padded to the size of the largest for the
-collective and sliced after it; even ones are not.
+compiler can fuse into the producer or the readers of the tensor. Uneven shards are padded to the size of the largest
+for the collective and sliced after it; even ones are not.
 """
 
 from __future__ import annotations

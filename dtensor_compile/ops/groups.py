@@ -13,8 +13,8 @@ import torch
 
 from dtensor_compile.compat.dynamo.observe import node_of
 
-#: Key of a node's ``meta``: it is part of a redistribution or of a wrapper, which all ranks of its group run alike
-#: (collectives of the program itself need not be: stages of a pipeline run different programs).
+#: Key of a node's ``meta``: it is part of a redistribution or of a wrapper, which all ranks of its group run in the
+#: same way (collectives of the program itself need not be: stages of a pipeline run different programs).
 REDISTRIBUTES = "dtensor_compile_redistributes"
 
 #: Key of a node's ``meta``: its `Group`.
@@ -46,8 +46,8 @@ def send_with(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor
 
 
-def send_alike(tensor: torch.Tensor) -> torch.Tensor:
-    """Notes that all ranks run the collective whose result `tensor` is alike; returns `tensor`."""
+def mark_rank_uniform(tensor: torch.Tensor) -> torch.Tensor:
+    """Notes that all ranks run the collective whose result is `tensor` in the same way; returns `tensor`."""
     node = node_of(tensor)
     if node is not None:
         node.meta[REDISTRIBUTES] = True

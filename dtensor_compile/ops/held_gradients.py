@@ -8,11 +8,11 @@ graph.
     hold_shard, with_held_shard
         the same of shards that wait for replicas
 
-`holder` is an integer that says whose gradients they are (`compat.distributed.fsdp_gradients.make_holders`), an input
-of the graph, so that code which is compiled once serves every module of its kind; `index` is the place of the
-parameter; `placements` are those of the gradient, where the parameter is a DTensor. What is held is looked up when the
-backward pass runs: it is where eager keeps it, and a forward without a backward changes nothing. `order` is the place
-among all that has an effect: no node is dropped, runs twice, or is taken for another.
+`holder` is an integer that identifies the owner of the gradients (`compat.distributed.fsdp_gradients.make_holders`), an
+input of the graph, so that code compiled once serves every module of its kind; `index` is the place of the parameter;
+`placements` are those of the gradient, where the parameter is a DTensor. Held gradients are looked up where eager keeps
+them when the backward pass runs; a forward without a backward changes nothing. `order` is the place among all that has
+an effect: no node is dropped, runs twice, or is taken for another.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ functional ones.
     all_gather_into_tensor_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]
     all_to_all_single(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name) -> Tensor
 
-Like those they start, and `wait_tensor` waits for each result; the same bytes arrive at the same places. The
-difference: every rank reports that it is ready to receive before it sends. gloo's own collectives send first
+Like those they only start, and `wait_tensor` waits for each result; the same bytes arrive at the same places. Unlike
+those, every rank reports that it is ready to receive before it sends. gloo's own collectives send first
 (``gloo/alltoall.cc``, ``gloo/allgather.cc``), and a connection carries one after the other, so that the peer learns
-that it may send when all has arrived that is sent to it: two ranks take turns, on a network that carries both
-directions at once. 16 MiB each way at 1 Gbit/s, 2 ranks, torch 2.13: all_gather 210 ms, all_to_all 265 ms, these 140
-ms, the wire alone 134 ms. Not reported to gloo.
+that it may send only after all data for it has arrived: two ranks take turns, on a network that carries both directions
+at once. 16 MiB each way at 1 Gbit/s, 2 ranks, torch 2.13: all_gather 210 ms, all_to_all 265 ms, these 140 ms, the wire
+alone 134 ms. Not reported to gloo.
 
 If the group is not a gloo group at run time (a simulated job), torch's collectives run.
 """

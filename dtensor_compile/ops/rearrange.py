@@ -40,18 +40,18 @@ _ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": operator.add, "min": torc
 
 def rearrange(x: torch.Tensor, step: Step, place: RankPlace, shape: Sequence[Any]) -> torch.Tensor:
     """Carries out a step that `expand` does not handle itself."""
-    mover = _Mover(step, place, shape)
+    rearrangement = _Rearrangement(step, place, shape)
     if step.kind == "exchange":
-        return mover.exchange(x)
+        return rearrangement.exchange(x)
     if step.kind == "all_gather":
-        return mover.gather_evenly(x) if mover.even else mover.gather(x)
+        return rearrangement.gather_evenly(x) if rearrangement.even else rearrangement.gather(x)
     if step.kind == "reduce_scatter":
-        return mover.scatter_evenly(x) if mover.even else mover.scatter(x)
+        return rearrangement.scatter_evenly(x) if rearrangement.even else rearrangement.scatter(x)
     assert step.kind in ("slice", "spread"), step.kind
-    return mover.slice(x) if step.kind == "slice" else mover.spread(x)
+    return rearrangement.slice(x) if step.kind == "slice" else rearrangement.spread(x)
 
 
-class _Mover:
+class _Rearrangement:
     """One step on one rank."""
 
     def __init__(self, step: Step, place: RankPlace, shape: Sequence[Any]) -> None:
@@ -67,7 +67,8 @@ class _Mover:
 
     @functools.cached_property
     def order(self) -> list[int]:
-        """Which of `ranks` each rank of the process group is: one over several mesh dims is in order of rank."""
+        """The index in `ranks` of each rank of the process group: a group over several mesh dims is in order of
+        rank."""
         return (
             sorted(range(self.n), key=self.ranks.__getitem__) if len(self.step.mesh_dims) > 1 else list(range(self.n))
         )
@@ -87,7 +88,7 @@ class _Mover:
 
     @functools.cached_property
     def even(self) -> bool:
-        """Whether all cuts of the dims that change nest from left to right and are even."""
+        """Whether all shards of the dims that change nest from left to right and are even."""
         for state in (self.step.before, self.step.after):
             for d in self.dims:
                 around = cutting(state, d)
@@ -223,13 +224,13 @@ class _Mover:
 
 @dataclass(frozen=True)
 class Boxes:
-    """What one member of a group sends and receives in an exchange.
+    """The parts that one member of a group sends and receives in an exchange.
 
     Attributes:
         outgoing, incoming: parts by member; those of its own number are kept.
-        has, needs: what it holds before and after, of each tensor dim that is cut.
-        me: its number.
-        terms: per member, which term of the sum it holds.
+        has, needs: intervals that it holds before and after, of each sharded tensor dim.
+        me: its index in the group.
+        terms: per member, the index of the term of the sum that it holds.
     """
 
     outgoing: Mapping[int, Held]
@@ -246,7 +247,7 @@ def exchange_boxes(
     """Runs one all-to-all and assembles the received parts; terms of a sum are added up in their order.
 
     Args:
-        x: what this member holds.
+        x: the tensor that this member holds.
         order: the member that each rank of the process group is.
         shape: sizes of the tensor dims that are not cut.
         reduce_op: reduction of the terms; empty if there is only one.
@@ -281,7 +282,7 @@ def exchange_boxes(
 
 
 def take(x: torch.Tensor, wanted: Held, has: Held) -> torch.Tensor:
-    """The part `wanted` of what this rank holds, as a tensor of its own."""
+    """A copy of the part `wanted` of the tensor that this rank holds."""
     return _take(x, wanted, has).clone()
 
 

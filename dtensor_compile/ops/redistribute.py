@@ -85,8 +85,8 @@ def _carry_out(local: torch.Tensor, steps: Sequence[Step], mesh: str, shape: Seq
 
 
 def decided_by(source: str, target: str, mesh: str, shape: Sequence[int], itemsize: int) -> tuple[Any, ...]:
-    """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, whether the graph is
-    rank-free, the plan, and its process groups.
+    """The rest of what determines the calls of `carry_out`, besides its arguments and the local tensor: the rank,
+    whether the graph is rank-free, the plan, and its process groups.
 
     Makes missing groups that the plan needs.
     """
@@ -105,9 +105,7 @@ def _sends(steps: Sequence[Step]) -> bool:
 def check_local(
     local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]
 ) -> None:
-    """Raises `PlanError` where the shape of `local` is not what the spec makes of the global shape; symbolic sizes
-    pass.
-    """
+    """Raises `PlanError` if the shape of `local` is not that of the spec for the global shape; symbolic sizes pass."""
     wanted = (
         local_shape(parse_spec(source), layout, coordinate, shape)
         if len(parse_spec(source)) == len(coordinate)

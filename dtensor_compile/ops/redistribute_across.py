@@ -5,9 +5,9 @@
         -> Tensor
 
 Like ``dtensor_compile::redistribute`` (``ops/redistribute.py``), with two meshes. The local tensor of a rank that is
-not part of a mesh is empty (`ops.cross_mesh_plan.absent`). `order` is the place among all communication of a graph: a
-rank outside of the source mesh gives nothing to any of them and one outside of the target mesh uses nothing of it, so
-that there two would look the same, and unused. No node is ever dropped, since other ranks count on it.
+not part of a mesh is empty (`ops.cross_mesh_plan.absent`). `order` is the place among all communication of a graph: on
+ranks outside of the source mesh two nodes could otherwise be equal, and on ranks outside of the target mesh they are
+unused. No node is ever dropped, since other ranks count on it.
 
 The eager kernel makes the process group over both meshes if there is none yet (`ir.mesh.join_meshes`).
 """
@@ -102,8 +102,8 @@ _TEXT = 512
 def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequence[int], like: torch.Tensor) -> str:
     """The spec on the first rank of the source mesh, for eager calls that include ranks outside of that mesh.
 
-    On those torch gives results other placements than on the others: it takes redistributions to cost nothing there.
-    All ranks of both meshes call this.
+    On those ranks torch may choose other placements of results: it assumes that redistributions cost nothing there. All
+    ranks of both meshes call this.
 
     Raises:
         PlanError: this rank has another global shape.
@@ -116,11 +116,11 @@ def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequen
     sent = torch.tensor([*mine.encode().ljust(_TEXT)], dtype=torch.uint8, device=like.device)
     group = compat_mesh.group_named(join_meshes((source_mesh, target_mesh), ranks))
     dist.broadcast(sent, src=min(layout.ranks), group=group)
-    told, _, sizes = bytes(sent.tolist()).decode().rstrip().partition(" of ")
+    received, _, sizes = bytes(sent.tolist()).decode().rstrip().partition(" of ")
     if sizes != str(list(shape)):
         raise PlanError(
             f"redistribute from mesh {source_mesh} to {target_mesh}: the tensor has the shape {sizes} on rank "
             f"{min(layout.ranks)} and {list(shape)} on rank {rank}, which is not part of its mesh; DTensor.from_local "
             "there needs shape= and stride="
         )
-    return told
+    return received

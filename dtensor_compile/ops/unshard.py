@@ -33,7 +33,7 @@ from dtensor_compile.compat.dtensor.specs import (
     with_local,
 )
 from dtensor_compile.ir.spec import parse_spec, spec_text
-from dtensor_compile.ops.groups import Group, send_alike, send_with
+from dtensor_compile.ops.groups import Group, mark_rank_uniform, send_with
 from dtensor_compile.ops.held_gradients import hold_gradient, hold_shard, with_held_gradient, with_held_shard
 
 
@@ -171,7 +171,7 @@ def unshard(  # noqa: PLR0913, PLR0917 - arguments of a call in Dynamo's graph, 
         reduction: a `Reduction`.
         reshard: whether the backward gathers it again, instead of saving it.
         group: name of the group that is gathered and reduced together.
-        held, holder, index: what becomes of gradients that wait to be reduced (`compat.distributed.fsdp.Sharded`).
+        held, holder, index: handling of gradients that wait to be reduced (`compat.distributed.fsdp.Sharded`).
 
     Returns:
         The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or
@@ -246,7 +246,7 @@ class _AverageGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         mean = functional("all_reduce")((grad / ctx.ranks).contiguous(), "sum", ctx.group)
-        send_alike(send_with(mean, ctx.together))
+        mark_rank_uniform(send_with(mean, ctx.together))
         return wait_tensor(mean), None, None, None
 
 

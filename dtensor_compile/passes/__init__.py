@@ -1,7 +1,7 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
 Every rank runs them on its own graph and must make the same decisions, or ranks would call different collectives;
-``graph/rank_uniformity.py`` says what decisions may depend on if shards are uneven.
+``graph/rank_uniformity.py`` limits the facts that decisions may depend on if shards are uneven.
 
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place
 (`dtensor_compile.graph.runner`)."""

@@ -7,8 +7,8 @@ specs in which it has to read its operands; y' is y sharded as A is, which costs
 
 One table (``spec_rules.py``) has the rule of each operator along one mesh dim; mesh dims are independent:
 
-- Elementwise operators keep shards, if all operands are sharded alike. Sums and differences of partial sums are partial
-  sums; so is the product of a partial sum with a replicated tensor.
+- Elementwise operators keep shards, if all operands are sharded in the same way. Sums and differences of partial sums
+  are partial sums; so is the product of a partial sum with a replicated tensor.
 - Matmuls: rows, columns and batches stay sharded; shards of the contracted dim give a partial sum, and so does an
   operand that is one.
 - Permutations rename dims. Views keep, split or merge dims. If shards are even, the outermost of the dims that a
@@ -94,7 +94,7 @@ def form(
         given: global forms of the tensors that it reads, in the order of `tensors_of`.
         layout: layout of the mesh that all of them are on.
         shapes: global shapes of the results, if known. If not, those of a view follow from `given`, which then has to
-            be what it reads in the graph.
+            be its operand in the graph.
     """
     found = rule_of(node, given, layout, shapes)
     if found is None:

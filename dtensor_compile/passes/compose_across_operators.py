@@ -30,7 +30,7 @@ from dtensor_compile.graph.nodes import (
     source_line,
     when,
 )
-from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.unary_chain import chain
 
 #: Maximum number of operators between the two.
@@ -58,13 +58,13 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     first = read(inner)
     if not between or len(inner.users) != 1 or when(inner) != when(node) or first.mesh != this.mesh:
         return None
-    if not (owes_no_more(first.source, first.target) and owes_no_more(this.source, this.target)):
+    if not (adds_no_partial(first.source, first.target) and adds_no_partial(this.source, this.target)):
         return None
     moved = chain(first, between)
     if moved is None or (moved.wanted.spec, moved.wanted.shape) != (this.source, this.shape):
         return None
     held = moved.held
-    if not owes_no_more(held.spec, this.target):
+    if not adds_no_partial(held.spec, this.target):
         return None
     direct = this._replace(source=held.spec)
     after, before = cost(direct, value_of(node).element_size()), cost_of([inner, node])
@@ -76,5 +76,5 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     new = local if same else redistribute(direct._replace(local=local), like=node, before=node)
     if not replace(node, new, shared=same):
         return None
-    reason = f"past what stands between the two ({len(between)}): {after} and not {before}"
+    reason = f"across the operators between the two ({len(between)}): {after} and not {before}"
     return Decision("compose_across_operators", where, reason, text, str(direct))

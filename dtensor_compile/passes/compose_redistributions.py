@@ -58,7 +58,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     first = read(inner)
     if (first.target, first.mesh, first.shape) != (this.source, this.mesh, this.shape):
         return None
-    if not (owes_no_more(first.source, first.target) and owes_no_more(this.source, this.target)):
+    if not (adds_no_partial(first.source, first.target) and adds_no_partial(this.source, this.target)):
         return None
     direct = this._replace(local=first.local, source=first.source)
     itemsize = value_of(node).element_size()
@@ -73,8 +73,8 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     return Decision("compose_redistributions", where, reason, text, str(direct))
 
 
-def owes_no_more(source: str, target: str) -> bool:
-    """Whether the target spec is partial only along mesh dims on which the source spec is partial alike."""
+def adds_no_partial(source: str, target: str) -> bool:
+    """Whether the target spec is partial only along mesh dims on which the source has the same partial placement."""
     return all(a == b for a, b in zip(parse_spec(source), parse_spec(target)) if isinstance(b, Partial))
 
 

@@ -1,9 +1,9 @@
 """Lookups in a sharded table by indices that differ between ranks send rows, not the table.
 
-    embedding(redistribute(x, S(0) -> R), i)  =  redistribute(own rows of x for everybody's i; others are zero, P(sum)
-    -> S(0))
+    embedding(redistribute(x, S(0) -> R), i)  =  redistribute(own rows of x for the i of all ranks; others are zero,
+                                                   P(sum) -> S(0))
 
-    redistribute(gradient of the table, from g and i, P -> S(0))  =  gradient of the own rows, from everybody's g and i
+    redistribute(gradient of the table, from g and i, P -> S(0))  =  gradient of the own rows, from g and i of all ranks
 
 With parameters sharded over the ranks that split the batch (FSDP), a table of V rows is gathered, though a rank reads B
 of them. Correct because each row is on one rank, and the others add zeros to it: exact, but for the sign of a zero.
@@ -160,8 +160,8 @@ def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
         return None
     where, before = source_line(node), cost_of([node])
     for lookup, move in zip(lookups, moves):
-        everybodys = _everybodys(table, lookup.args[1], gathered, like=node, before=lookup)
-        own, rows = _own(table, everybodys, lookup)
+        all_indices = _all_indices(table, lookup.args[1], gathered, like=node, before=lookup)
+        own, rows = _own(table, all_indices, lookup)
         found = _call(lookup, aten.embedding.default, this.local, rows, *lookup.args[2:])
         found = _call(
             lookup, aten.where.self, _call(lookup, aten.unsqueeze.default, own, -1), found, _zero(lookup, found)
@@ -214,12 +214,12 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
     if after >= before.bytes:
         return None
     where = source_line(node)
-    everybodys = _everybodys(table, indices, gathered, like=node, before=node)
+    all_indices = _all_indices(table, indices, gathered, like=node, before=node)
     if (kept := terms.mask(node)) is not None:
         values = _call(node, aten.where.self, kept, values, _zero(node, values))
     flat = _call(node, aten.reshape.default, values, [n, this.shape[1]])
     values = redistribute(table.between(flat, Shard(0), Replicate(), whole), like=node, before=node)
-    own, rows = _own(table, everybodys, node)
+    own, rows = _own(table, all_indices, node)
     values = _call(node, aten.where.self, _call(node, aten.unsqueeze.default, own, -1), values, _zero(node, values))
     shard = zeros([table.rows, this.shape[1]], values.meta["val"], like=node, before=node)
     result = _call(node, aten.index_put.default, shard, [rows], values, True)
@@ -293,7 +293,7 @@ def _found(table: LookedUpTable, indices: Any, gathered: Gathered, before: torch
     return found if found is not None and found < before else None
 
 
-def _everybodys(
+def _all_indices(
     table: LookedUpTable, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node
 ) -> torch.fx.Node:
     """The indices of all ranks, concatenated."""

@@ -1,4 +1,4 @@
-"""Adds terms of a sum that are redistributed alike before redistributing them once.
+"""Adds terms of a sum that have the same redistribution before redistributing them once.
 
     redistribute(x, A -> B) + redistribute(y, A -> B)  =  redistribute(x + y, A -> B)
 

@@ -46,7 +46,7 @@ def cut(
 
 @dataclass
 class _Network:
-    """Flow network of members. An edge from one to another is paid for if the first stays and the second moves.
+    """Flow network of members. The cost of an edge counts if its first node stays and its second moves.
 
     Each member has two nodes: its own, and one that moves if one of its readers does.
     """

@@ -23,7 +23,7 @@ import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
-from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.global_tensor import Global
 from dtensor_compile.passes.minimum_cut import cut
 from dtensor_compile.passes.region import Region, grow
@@ -37,7 +37,7 @@ def move_redistributions(graph: torch.fx.Graph) -> list[Decision]:
     seeds: dict[str, dict[torch.fx.Node, Global]] = {}
     for node in redistributions(graph):
         this = read(node)
-        held = Global.of(this.source, this.shape) if owes_no_more(this.source, this.target) else None
+        held = Global.of(this.source, this.shape) if adds_no_partial(this.source, this.target) else None
         if held is not None and Global.of(this.target, this.shape) is not None:
             seeds.setdefault(this.mesh, {})[node] = held
     decisions, before = [], cost_of(redistributions(graph))
@@ -66,12 +66,12 @@ def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
     after, held = best
     moved = [node for node in part if node in held and is_redistribution(node)]
     reason = f"{len(held) - len(moved)} operators run before: {after} are sent and not {before}"
-    told = [
+    decisions = [
         Decision("move_redistributions", source_line(node), reason, str(read(node)), "behind its readers")
         for node in moved
     ]
     region.rewrite(held)
-    return told
+    return decisions
 
 
 def _may_pay(region: Region, part: list[torch.fx.Node], before: Cost) -> bool:

@@ -31,7 +31,7 @@ from dtensor_compile.graph.nodes import (
 )
 from dtensor_compile.passes.algebra import is_reduction
 from dtensor_compile.passes.compose_across_operators import LONGEST
-from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.unary_chain import chain
 
 
@@ -54,7 +54,7 @@ def _reduce(node: torch.fx.Node) -> Decision | None:
     if moved is None:
         return None
     held, wanted = moved.held, moved.wanted
-    if held == wanted or not owes_no_more(held.spec, wanted.spec):
+    if held == wanted or not adds_no_partial(held.spec, wanted.spec):
         return None
     direct = RedistributeNode(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
     after, before = cost(direct, value_of(last).element_size()), cost_of([node])

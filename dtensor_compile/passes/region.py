@@ -1,4 +1,4 @@
-"""A part of a graph that runs on other local tensors; shared by the passes that move many redistributions.
+"""A region of a graph that can run on other local tensors; shared by the passes that move many redistributions.
 
 In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind
 them that can run on such results, by the algebra of ``algebra.py``, make a region: each of its nodes has a form in the
@@ -27,7 +27,7 @@ from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.passes.algebra import Form, form, has_numbers, may_round, run, tensors_of
-from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.global_tensor import Global
 
 #: The global form of a node without a mark; None if unknown.
@@ -55,7 +55,7 @@ class Region:
     Attributes:
         mesh, layout, coordinate: the mesh of all its tensors, and the coordinate of this rank.
         origins: for each member a redistribution that it is behind; records the cause of new nodes.
-        alike, costs: caches.
+        uniform, costs: caches.
     """
 
     mesh: str
@@ -64,32 +64,32 @@ class Region:
     guess: Guess
     members: dict[torch.fx.Node, Member] = field(default_factory=dict)
     origins: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
-    alike: dict[torch.fx.Node, bool] = field(default_factory=dict)
+    uniform: dict[torch.fx.Node, bool] = field(default_factory=dict)
     costs: dict[Any, Cost | None] = field(default_factory=dict)
 
-    def is_alike(self, node: torch.fx.Node) -> bool:
+    def is_rank_uniform(self, node: torch.fx.Node) -> bool:
         """Whether DTensor made a node, so that it is the same operator with the same numbers on every rank.
 
-        It did if the result has a mark, and within an operator that it decomposed: all readers of the result are made
-        by DTensor then, whereas a tensor that a program makes itself becomes a DTensor through a view
+        It did if the result has a mark, or if the node is part of an operator that DTensor decomposed: then all readers
+        of the result are made by DTensor, whereas a tensor that a program makes itself becomes a DTensor through a view
         (`DTensor.from_local`), or is a single number.
         """
         pending = [node]
         while pending:
             last = pending[-1]
             value = last.meta.get("val")
-            if last in self.alike:
+            if last in self.uniform:
                 pending.pop()
             elif mark_of(last) is not None:
-                self.alike[last] = last.target not in SIZED_VIEWS or mark_of(last.args[0]) is not None
+                self.uniform[last] = last.target not in SIZED_VIEWS or mark_of(last.args[0]) is not None
             elif last.op != "call_function" or isinstance(value, torch.Tensor) and not value.dim() or not last.users:
-                self.alike[last] = False
+                self.uniform[last] = False
             else:
-                open_ = [user for user in last.users if user not in self.alike]
+                open_ = [user for user in last.users if user not in self.uniform]
                 pending += open_
                 if not open_:
-                    self.alike[last] = all(self.alike[user] for user in last.users)
-        return self.alike[node]
+                    self.uniform[last] = all(self.uniform[user] for user in last.users)
+        return self.uniform[node]
 
     def known(self, node: torch.fx.Node) -> Global | None:
         """The global form of a node in the graph."""
@@ -107,7 +107,7 @@ class Region:
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
             try:
-                self.costs[key] = cost(this, key[2]) if owes_no_more(this.source, this.target) else None
+                self.costs[key] = cost(this, key[2]) if adds_no_partial(this.source, this.target) else None
             except PlanError:
                 self.costs[key] = None
         return self.costs[key]
@@ -316,7 +316,7 @@ def _operation(region: Region, node: torch.fx.Node) -> Member | None:
     if not given or len(given) < len(operands):
         return None
     mark = mark_of(node)
-    if has_numbers(node) and not region.is_alike(node) and region.guess(node) is None:
+    if has_numbers(node) and not region.is_rank_uniform(node) and region.guess(node) is None:
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == region.mesh else None
     there = form(node, given, region.layout, shapes)

@@ -33,7 +33,7 @@ def send_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
     return [
         made
         for node in redistributions(graph)
-        if not _owes(read(node))
+        if not _has_partial(read(node))
         for made in _narrow("send_in_narrow_dtype", node)
     ]
 
@@ -41,11 +41,14 @@ def send_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
 def reduce_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
     """Moves casts in `graph` across redistributions that sum; sums are rounded in the narrower dtype."""
     return [
-        made for node in redistributions(graph) if _owes(read(node)) for made in _narrow("reduce_in_narrow_dtype", node)
+        made
+        for node in redistributions(graph)
+        if _has_partial(read(node))
+        for made in _narrow("reduce_in_narrow_dtype", node)
     ]
 
 
-def _owes(this: RedistributeNode) -> bool:
+def _has_partial(this: RedistributeNode) -> bool:
     return "P(" in this.source + this.target
 
 

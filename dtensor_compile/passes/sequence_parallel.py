@@ -74,7 +74,7 @@ def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
             continue
         _, region, chosen = best
         for held, before, after in chosen:
-            decisions += _told(region, held, before, after)
+            decisions += _held_values(region, held, before, after)
             region.rewrite(held)
     return decisions
 
@@ -126,7 +126,7 @@ def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
     return total
 
 
-def _told(region: Region, held: frozenset[torch.fx.Node], before: Cost, after: Cost) -> list[Decision]:
+def _held_values(region: Region, held: frozenset[torch.fx.Node], before: Cost, after: Cost) -> list[Decision]:
     sums = [node for node in region.members if node in held and is_redistribution(node)]
     reason = (
         f"{len(held) - len(sums)} operators run on shards: they give {_saved(region, held):,} bytes less; {after} "

@@ -103,7 +103,7 @@ def _dims(node: torch.fx.Node, place: int, rank: int, otherwise: Any) -> list[in
     return [dim % rank for dim in dims] if rank else []
 
 
-def _owed(given: Sequence[Global]) -> list[Partial]:
+def _partials(given: Sequence[Global]) -> list[Partial]:
     """Partial placements of operands."""
     return list(dict.fromkeys(p for g in given for p in g.placements if isinstance(p, Partial)))
 
@@ -112,7 +112,7 @@ def _sums(node: torch.fx.Node, given: Sequence[Global]) -> list[Partial]:
     """Partial sums of operands on which arithmetic may run."""
     value = node.meta["val"]
     wide = value.element_size() >= 4 or not value.is_floating_point()
-    return [p for p in _owed(given) if p.reduce_op in ("sum", "avg") and wide]
+    return [p for p in _partials(given) if p.reduce_op in ("sum", "avg") and wide]
 
 
 def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
@@ -132,7 +132,7 @@ def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecR
             needs = tuple(Shard(d) if d >= 0 and g.shape[d] == size else R for d, g in zip(theirs, given))
             strategies.append((needs, Shard(dim)))
     if node.target in IDENTITIES:
-        strategies += [((p,), p) for p in _owed(given)]
+        strategies += [((p,), p) for p in _partials(given)]
     for p in _sums(node, given):
         if node.target in TWO_TERM_SUMS and len(given) == 2 or node.target is aten.neg.default:
             strategies.append((tuple(p for _ in given), p))
@@ -181,7 +181,7 @@ def _permutation(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecR
         if rank > 1:
             order[a], order[b] = order[b], order[a]
     renamed: list[Strategy] = [((Shard(old),), Shard(new)) for new, old in enumerate(order)]
-    return SpecRule((tuple(shape[old] for old in order),), (*renamed, *(((p,), p) for p in _owed(given))))
+    return SpecRule((tuple(shape[old] for old in order),), (*renamed, *(((p,), p) for p in _partials(given))))
 
 
 def _reduction(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
@@ -203,7 +203,7 @@ def _reduction(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRul
         if dim not in dropped or keep:
             shape.append(1 if dim in dropped else size)
     if op == "sum":
-        strategies += [((p,), p) for p in _owed(given) if p.reduce_op == "sum"]
+        strategies += [((p,), p) for p in _partials(given) if p.reduce_op == "sum"]
     elif node.target is aten.mean.dim:
         strategies += [((p,), p) for p in _sums(node, given)]
     return SpecRule(tuple(tuple(shape) for _ in values_of(node)), tuple(strategies))
@@ -219,8 +219,8 @@ def _acting(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule |
     names = {dim: kept.index(dim) if drops else dim for dim in kept}
     strategies: list[Strategy] = [(tuple(Shard(dim) for _ in given), Shard(new)) for dim, new in names.items()]
     if linear:
-        owed = _sums(node, given) if node.target is aten.cumsum.default else _owed(given)
-        strategies += [(tuple(p for _ in given), p) for p in owed]
+        partials = _sums(node, given) if node.target is aten.cumsum.default else _partials(given)
+        strategies += [(tuple(p for _ in given), p) for p in partials]
     shapes = []
     for value in values_of(node):
         shape = [size if type(size) is int else -1 for size in value.shape]
@@ -269,7 +269,7 @@ def _lookup(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule |
     strategies: list[Strategy] = [((R, Shard(k)), Shard(dim + k)) for k in range(len(indices))]
     others = [d for d in range(len(table)) if d != dim]
     strategies += [((Shard(d), R), Shard(d if d < dim else d - 1 + len(indices))) for d in others]
-    strategies += [((p, R), p) for p in _owed(given)]
+    strategies += [((p, R), p) for p in _partials(given)]
     return SpecRule((shape,), tuple(strategies))
 
 
@@ -279,7 +279,7 @@ def _expansion(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRul
     local = value_of(node_arg(node, 0)).shape
     shape = tuple(old[d - new] if d >= new and size in (-1, local[d - new]) else size for d, size in enumerate(sizes))
     kept: list[Strategy] = [((Shard(d),), Shard(d + new)) for d in range(len(old)) if old[d] == shape[d + new]]
-    return SpecRule((shape,), (*kept, *(((p,), p) for p in _owed(given))))
+    return SpecRule((shape,), (*kept, *(((p,), p) for p in _partials(given))))
 
 
 def _squeezed(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
@@ -296,7 +296,7 @@ def _squeezed(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule
         kept = [d for d in range(len(old)) if d not in gone]
         shape, names = tuple(old[d] for d in kept), {d: k for k, d in enumerate(kept)}
     renamed: list[Strategy] = [((Shard(d),), Shard(k)) for d, k in names.items()]
-    return SpecRule((shape,), (*renamed, *(((p,), p) for p in _owed(given))))
+    return SpecRule((shape,), (*renamed, *(((p,), p) for p in _partials(given))))
 
 
 def _view(
@@ -307,7 +307,7 @@ def _view(
     groups = _groups(this.shape, shape) if shape is not None else None
     if shape is None or groups is None:
         return None
-    strategies: list[Strategy] = [((p,), p) for p in _owed(given)]
+    strategies: list[Strategy] = [((p,), p) for p in _partials(given)]
     for dims, made in groups:
         cut = [dim for dim in dims if this.shards(dim)]
         outer = next((dim for dim in made if shape[dim] != 1), None)

@@ -57,15 +57,15 @@ def chain(this: RedistributeNode, operators: Sequence[torch.fx.Node]) -> Chain |
         return None
     moved = []
     for operator in operators:
-        carried = carry(operator, forms, layout, coordinate)
-        if carried is None or may_round(operator, carried[0]):
+        found = forms_behind(operator, forms, layout, coordinate)
+        if found is None or may_round(operator, found[0]):
             return None
-        forms = carried
+        forms = found
         moved.append(forms[0])
     return Chain(tuple(operators), tuple(moved), forms[1], layout, coordinate)
 
 
-def carry(
+def forms_behind(
     node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coordinate: Sequence[int]
 ) -> list[Global] | None:
     """The global form of a node's result for each of several forms of its input; None if unknown.

@@ -24,7 +24,7 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def fewest_sent(before: State, after: State, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
+def sent_lower_bound(before: State, after: State, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Lower bound on the elements that the busiest rank sends on the way from `before` to `after`, for any steps.
 
     0 if the result is partial: its terms may be any.

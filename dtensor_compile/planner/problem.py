@@ -11,7 +11,7 @@ from dtensor_compile.compat.dtensor.specs import Placement, Shard
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.planner import exchange
 from dtensor_compile.planner import step_costs as costs
-from dtensor_compile.planner.lower_bound import fewest_sent
+from dtensor_compile.planner.lower_bound import sent_lower_bound
 from dtensor_compile.planner.shard_intervals import is_cut
 from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
 from dtensor_compile.topology.network import Network
@@ -91,14 +91,14 @@ class Problem:
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
-        """Tensor dims along which shards are tried: those of start and goal."""
+        """Tensor dims along which shards are tried: the sharded dims of start and goal."""
         if self.detours:
             return tuple(range(len(self.shape)))
         return tuple(sorted({p.dim for p in (*self.start, *self.goal) if is_cut(p)}))
 
     @functools.cached_property
     def active(self) -> tuple[int, ...]:
-        """Mesh dims that change, and those that shard a dim which they shard; all with detours."""
+        """Mesh dims whose placements change, and those that shard the same tensor dims; all mesh dims with detours."""
         if self.detours:
             return self.wide
         changed = {i for i, (a, b) in enumerate(zip(self.start, self.goal)) if a != b}
@@ -141,7 +141,7 @@ class Problem:
         """Whether a path that sent `elements` on the way to `state` can end below `most` within `collectives` more
         collectives.
         """
-        bound = fewest_sent(state, self.end or self.goal, self.mesh_shape, self.shape)
+        bound = sent_lower_bound(state, self.end or self.goal, self.mesh_shape, self.shape)
         # Each all-reduce of the rest may leave out the fraction of an element.
         return elements + bound - len(self.wide) < self.most if collectives > 0 else not bound
 
@@ -174,5 +174,5 @@ class Problem:
 
 
 def changed(state: State, new: Mapping[int, Placement]) -> State:
-    """`state` with the placements of some mesh dims exchanged."""
+    """`state` with other placements on some mesh dims."""
     return tuple(new.get(i, p) for i, p in enumerate(state))

@@ -7,8 +7,8 @@ lists the kinds): the cheapest path over the specs that a tensor can have, found
     P(sum)S(0) -> S(0)S(1)          exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
     S(0)R -> RS(0)                  exchange[0,1] S(0)R->RS(0)             every rank receives the shard that it lacks
 
-Cheapest means: if all mesh dims are alike (no topology was named), the fewest bytes, then the fewest seconds; if a
-topology distinguishes them, the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
+The cheapest plan: if all mesh dims have equal links (no topology was named), the fewest bytes, then the fewest seconds;
+if a topology distinguishes them, the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
 
 The search tries steps towards placements of start and goal. If two mesh dims shard unevenly, a path over other
 placements can send less, because the busiest rank counts; it is taken if it saves more than 1%.
@@ -17,8 +17,8 @@ With a memory bound, plans that hold more at once (besides their input) are left
 
 A plan is never worse than torch's own: the cheapest in time could have one more collective for fewer bytes, or more
 bytes for one collective less. torch's greedy path is one of the paths here, so paths with more collectives or more
-bytes than that one are left out, and at least that one remains. Paths of torch's other planner are here too, and the
-fewest bytes are not more. If torch's path holds too much memory, it is not a limit.
+bytes than that one are left out, and at least that one remains. Paths of torch's other planner are among them too, so
+the plan with the fewest bytes has no more than those. If torch's path holds too much memory, it is no limit.
 
 Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
 """
@@ -40,7 +40,7 @@ from dtensor_compile.planner.memory import HeldMemory, peak
 from dtensor_compile.planner.problem import Problem, State, Step
 from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent
-from dtensor_compile.planner.steps import moves
+from dtensor_compile.planner.steps import legal_steps
 from dtensor_compile.planner.torch_greedy import torch_steps
 from dtensor_compile.topology.network import NO_TOPOLOGY, Network
 
@@ -236,7 +236,7 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
         if any(c <= count and e <= elements and m <= lies_in for c, e, m in kept):
             continue
         kept.append((count, elements, lies_in))
-        for step in moves(problem, state, elements, limits.collectives - count):
+        for step in legal_steps(problem, state, elements, limits.collectives - count):
             after = count + step.sends, elements + step.elements
             if not limits.allow(problem, step, *after):
                 continue
@@ -346,7 +346,7 @@ def _least_memory(problem: Problem) -> int:
         if (state, kept) in done:
             continue
         done.add((state, kept))
-        for step in moves(problem, state):
+        for step in legal_steps(problem, state):
             if problem.network.merges or not step.sends or len(step.mesh_dims) == 1:
                 held = _peak(problem, (step,))
                 heapq.heappush(queue, (max(most, kept + held.most), next(order), step.after, held.kept))

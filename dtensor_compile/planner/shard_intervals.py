@@ -49,7 +49,7 @@ def cutting(placements: Sequence[Placement], dim: int) -> tuple[int, ...]:
 
 
 def cuts_of(placements: Sequence[Placement], mesh_shape: Sequence[int], dim: int) -> tuple[tuple[int, int, int], ...]:
-    """Key of the shards of tensor dim `dim`: mesh dim, its size, pieces; equal if two specs shard it alike."""
+    """Key of the shards of tensor dim `dim`: mesh dim, its size, pieces; equal if two specs shard it equally."""
     return tuple((i, mesh_shape[i], pieces_of(placements[i])) for i in cutting(placements, dim) if mesh_shape[i] > 1)
 
 

@@ -27,14 +27,14 @@ from dataclasses import replace
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.planner import exchange
-from dtensor_compile.planner.lower_bound import fewest_sent
+from dtensor_compile.planner.lower_bound import sent_lower_bound
 from dtensor_compile.planner.problem import Problem, State, Step, changed
 from dtensor_compile.planner.shard_intervals import CUTS, common, cuts_of, cutting, held, inner_cut, is_cut, length
 from dtensor_compile.planner.step_costs import StepKind
 
 
-def moves(problem: Problem, state: State, sent: int = 0, collectives: float = math.inf) -> Iterator[Step]:
-    """Every step from `state` that may be part of a cheapest plan.
+def legal_steps(problem: Problem, state: State, sent: int = 0, collectives: float = math.inf) -> Iterator[Step]:
+    """All steps from `state` that may be part of a cheapest plan.
 
     Args:
         sent: elements sent on the way to `state`.
@@ -196,8 +196,8 @@ def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
         if not all(map(problem.fixed, dims)):
             continue
         if problem.detours:  # counting traffic takes longer than the rest
-            least = fewest_sent(state, after, problem.mesh_shape, problem.shape)
-            if not problem.may_end(after, least, problem.collectives - 1):
+            bound = sent_lower_bound(state, after, problem.mesh_shape, problem.shape)
+            if not problem.may_end(after, bound, problem.collectives - 1):
                 continue
         # Mesh dims that communicate in any case, those that may also hold missing elements, and all that may serve.
         talk = {i for i in chosen if isinstance(state[i], (Partial, *CUTS))}

@@ -1,4 +1,4 @@
-"""`GraphLog`: what one compilation reports to the recordings that are active at its start."""
+"""`GraphLog`: reports one compilation to the recordings that are active at its start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("dtensor_compile")
 
 
 class GraphLog:
-    """What one compilation reports to the recordings active at its start (the backward may be compiled later)."""
+    """Reports one compilation to the recordings active at its start (the backward may be compiled later)."""
 
     def __init__(self, topology: Cluster | None = None) -> None:
         self.recordings = recordings()
@@ -46,17 +46,17 @@ class GraphLog:
                 recording_.topologies.append(topology)
 
     def of_calls(self, calls: int) -> GraphLog:
-        """This log for the graph of a block that has so many calls."""
+        """The log for the graph of a block, with its number of calls."""
         made = copy.copy(self)
         made.calls = calls
         return made
 
     def mark(self) -> list[tuple[int, ...]]:
-        """How much there is in the recordings, for `forget_since`."""
+        """The lengths of the recordings, for `forget_since`."""
         return [tuple(map(len, this.of_graphs)) for this in self.recordings]
 
     def forget_since(self, mark: list[tuple[int, ...]]) -> None:
-        """Takes back what was recorded of graphs since a mark: they are compiled otherwise."""
+        """Discards records of graphs since a mark, as these are compiled in another way."""
         for this, lengths in zip(self.recordings, mark, strict=True):
             for rows, length in zip(this.of_graphs, lengths, strict=True):
                 del rows[length:]

@@ -1,7 +1,7 @@
-"""Where compile time goes: by stage of the compilation, and by layer of the model.
+"""Profile of compile time: by stage of the compilation, and by layer of the model.
 
 Every interval counts for the innermost phase that is under way, so that the times of all stages add up to that of the
-compilation. torch announces its phases (`compat.dynamo.phases`), the steps of this package theirs.
+compilation. Phases of torch come from its events (`compat.dynamo.phases`), those of this package from its steps.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _STAGES = {
     "async_compile.precompile": "compiler of the kernels",
     "PyCodeCache.load_by_key_path": "compiler of the kernels",
 }
-#: Of steps of this package.
+#: Stage of the steps of this package.
 OURS = "dtensor_compile"
-#: In the order in which a program passes through them.
+#: All stages, in the order in which a program passes through them.
 STAGES = tuple(dict.fromkeys((*list(_STAGES.values())[:3], OURS, *list(_STAGES.values())[3:])))
 
 
 @dataclass
-class Spent:
-    """Seconds, and in how many intervals.
+class PhaseTime:
+    """Seconds of a phase, and number of its intervals.
 
     Attributes:
-        seconds: measured wall time, without what was begun inside.
+        seconds: measured wall time, without nested phases.
         count: number of phases.
     """
 
@@ -73,12 +73,12 @@ class Profile:
 
     Attributes:
         parts: by stage and part of it: the phase, as torch calls it, or the step of this package.
-        layers: by layer and stage: the part of a stage that was spent for one layer. Layers are the members of lists
-            of modules (``blocks.3``), and the other members of the model; what is for no module is not here.
+        layers: by layer and stage: the share of one layer in a stage. Layers are the members of lists of modules
+            (``blocks.3``), and the other members of the model; time that belongs to no module is left out.
     """
 
-    parts: dict[tuple[str, str], Spent] = field(default_factory=dict)
-    layers: dict[tuple[str, str], Spent] = field(default_factory=dict)
+    parts: dict[tuple[str, str], PhaseTime] = field(default_factory=dict)
+    layers: dict[tuple[str, str], PhaseTime] = field(default_factory=dict)
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     @property
@@ -90,12 +90,12 @@ class Profile:
         """A phase of torch begins."""
         outer = self._under_way[-1] if self._under_way else _Phase("", "other", "", "", 0.0)
         stage = _STAGES.get(phase, outer.stage)
-        # What begins another stage is not for the layer at which it happens to begin: the compiler starts with the
-        # first kernel that is written.
+        # A phase of another stage does not belong to the layer in which it begins: the compiler starts with the first
+        # kernel that is written.
         self._begin(phase, stage, phase, outer.layer if stage == outer.stage else "")
 
     def begin_module(self, name: str) -> None:
-        """What follows is for the module of this name in Dynamo's graphs."""
+        """From here on, the phase handles the module of this name in Dynamo's graphs."""
         if self._under_way:
             outer = self._under_way[-1]
             layer = layer_of(path_of(name_in_program(name)))
@@ -114,7 +114,7 @@ class Profile:
         self._under_way.append(_Phase(name, stage, part, layer, time.perf_counter()))
 
     def end(self, name: str) -> None:
-        """What was begun last under this name has ended, and all that was begun inside of it."""
+        """Ends the phase that began last under this name, and all phases nested in it."""
         if not any(phase.name == name for phase in self._under_way):
             return  # it began before the profile
         now, ended = time.perf_counter(), None
@@ -123,9 +123,9 @@ class Profile:
             ended, seconds = phase.name, now - phase.began
             for table, key in ((self.parts, (phase.stage, phase.part)), (self.layers, (phase.layer, phase.stage))):
                 if key[0]:
-                    spent = table.setdefault(key, Spent())
-                    spent.seconds += seconds - phase.inside
-                    spent.count += 1
+                    time_of = table.setdefault(key, PhaseTime())
+                    time_of.seconds += seconds - phase.inside
+                    time_of.count += 1
             if self._under_way:
                 self._under_way[-1].inside += seconds
 

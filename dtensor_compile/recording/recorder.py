@@ -53,7 +53,7 @@ class GraphRecord:
         collectives: in order.
         operations: timed operations in order, including starts and waits of collectives.
         nodes: number of nodes.
-        compilation: the one that made it; None for a backward pass that another backend compiled when it first ran.
+        compilation: that of its frame; None for a backward pass that another backend compiled when it first ran.
         extra_copies: bytes that copies for collectives write in separate kernels (`graph.extra_copies`).
         order: of the compiled kernels, from which `collectives` and `operations` are then read; None if there are
             none.
@@ -84,7 +84,7 @@ class CapturedRedistribution:
         bytes: sent by the plan.
         backward: whether it belongs to the backward pass.
         compilation: the one that captured it.
-        calls: how many calls of the block that it belongs to have it; 1 outside of blocks that are traced once.
+        calls: number of calls of its block that have it; 1 outside of blocks that are traced once.
     """
 
     number: int
@@ -155,7 +155,7 @@ class Recording:
 
     @property
     def of_graphs(self) -> tuple[list[Any], ...]:
-        """What is recorded of graphs on their way, in lists."""
+        """The lists of records of graphs."""
         return self.captured, self.planned, self.redistributions, self.decisions, self.graphs
 
     @property
@@ -192,7 +192,7 @@ class Recording:
         self.lazy_seconds += seconds
 
     def calls_of(self, compilation: FrameCompilation | None) -> int:
-        """How often the graphs of a compilation count in sums."""
+        """Number of times that the graphs of a compilation count in sums."""
         return max(compilation.calls, 1) if self.one_step and compilation is not None else 1
 
     def observe(self, graph: torch.fx.Graph) -> None:
@@ -208,7 +208,7 @@ _watchers: list[Callable[[str, torch.fx.Graph], None]] = []
 
 @contextlib.contextmanager
 def record(*, others: bool = False, profile: bool = False) -> Iterator[Recording]:
-    """Collects what happens to the graphs compiled meanwhile. Recordings may be nested.
+    """Collects the stages of the graphs compiled meanwhile. Recordings may be nested.
 
     Args:
         others: also inspect the graphs that other backends compile (graph breaks and recompilations are recorded in any
@@ -256,7 +256,7 @@ def recordings() -> list[Recording]:
 
 
 def show(stage: str, graph: torch.fx.Graph) -> None:
-    """Shows a graph to those who watch graphs."""
+    """Passes a graph to the watchers of graphs."""
     for watcher in _watchers:
         watcher(stage, graph)
 
@@ -273,7 +273,8 @@ def collectives_in(graph: torch.fx.Graph) -> list[SentCollective]:
 
 
 def cache_key() -> tuple[Any, ...]:
-    """What a lowered graph depends on besides its nodes: this rank, and the names of its process groups, if any."""
+    """Everything besides its nodes that a lowered graph depends on: this rank, and the names of its process groups, if
+    any."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
     return (dist.get_rank(), dist.get_world_size(), tuple(compat_mesh.all_groups()))

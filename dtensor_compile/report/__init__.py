@@ -1,4 +1,5 @@
-"""Reports of what was captured, decided and sent, from data that `record` collects while programs compile."""
+"""Reports of captured redistributions, decisions and sent bytes, from data that `record` collects while programs
+compile."""
 
 from dtensor_compile.graph.node_costs import SentCollective as Collective
 from dtensor_compile.recording.recorder import GraphRecord, Recording, collectives_in, record

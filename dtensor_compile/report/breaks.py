@@ -82,7 +82,7 @@ def _same_function(graph: GraphRecord, event: Break) -> bool:
 
 
 def _called(event: Break) -> str:
-    """What was called: Dynamo's context if it gives one, otherwise its name for the break."""
+    """The call at the break: Dynamo's context if it gives one, otherwise its name for the break."""
     match = _CONTEXT.search(event.message)
     text = " ".join(match["text"].split()) if match else ""
     return text or event.kind

@@ -43,7 +43,7 @@ from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds
 
-#: Stands for the module path of a line outside of modules.
+#: Placeholder for the module path of a line outside of modules.
 NO_MODULE = "(no module)"
 
 

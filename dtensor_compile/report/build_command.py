@@ -101,16 +101,16 @@ def _build(args: argparse.Namespace, argv: Sequence[str]) -> int:
             digest: {rank: lowered[rank][digest][1] for rank in set(of.values())} for digest, of in shared.items()
         }
         write(pathlib.Path(args.output), job.ranks, shared, groups, caches)
-    print(told(shared, job.ranks, args.output, time.monotonic() - began))
+    print(built_summary(shared, job.ranks, args.output, time.monotonic() - began))
     return OK
 
 
 def share(lowered: Mapping[int, Lowered]) -> dict[str, dict[int, int]]:
-    """For each program and rank, the first rank whose graphs are the same, over the same process groups where these
-    are no mesh's.
+    """For each program and rank, the first rank whose graphs are the same, over the same process groups if these belong
+    to no mesh.
 
     Args:
-        lowered: by rank, what it lowered.
+        lowered: the lowered programs by rank.
     """
     shared: dict[str, dict[int, int]] = {}
     first: dict[tuple[str, ...], int] = {}
@@ -121,8 +121,8 @@ def share(lowered: Mapping[int, Lowered]) -> dict[str, dict[int, int]]:
     return shared
 
 
-def told(shared: Mapping[str, Mapping[int, int]], ranks: int, folder: str, seconds: float) -> str:
-    """What was built, as text."""
+def built_summary(shared: Mapping[str, Mapping[int, int]], ranks: int, folder: str, seconds: float) -> str:
+    """Summary of what was built, as text."""
     kinds = [len(set(firsts.values())) for firsts in shared.values()]
     everywhere = sum(len(firsts) == ranks and kind == 1 for firsts, kind in zip(shared.values(), kinds))
     return (
@@ -137,7 +137,7 @@ def _in_processes(
     files: Mapping[int, pathlib.Path],
     caches: Mapping[int, pathlib.Path] | None = None,
 ) -> dict[int, Lowered]:
-    """What the program lowers on ranks that are simulated in processes of their own.
+    """The lowered programs of ranks that are simulated in processes of their own.
 
     Args:
         files: for each of the ranks, the file to which its process writes.
@@ -162,7 +162,7 @@ def _in_processes(
 
 
 def _of_one_rank(args: argparse.Namespace) -> int:
-    """Runs the program as one simulated rank, and writes what it lowered."""
+    """Runs the program as one simulated rank, and writes its lowered programs."""
     job = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.of_rank)
     build = Build(kernels=args.compile)
     printed = contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO())

@@ -18,7 +18,7 @@ from dtensor_compile.topology.links import CLUSTERS, Cluster
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, and why it was chosen."""
+    """A machine, and the reason for it."""
 
     cluster: Cluster
     known_from: str

@@ -73,7 +73,7 @@ def _not_decomposed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
 def _not_bucketed(collectives: Sequence[SentCollective]) -> Iterator[Decision]:
     run: list[SentCollective] = []
     for collective in [*collectives, None]:
-        if run and (collective is None or not _alike(run[0], collective)):
+        if run and (collective is None or not _can_share_bucket(run[0], collective)):
             if len(run) > 1:
                 text = f"{len(run)} {_text(run[0])}"
                 total = sum(c.bytes for c in run)
@@ -87,7 +87,7 @@ def _not_bucketed(collectives: Sequence[SentCollective]) -> Iterator[Decision]:
             run.append(collective)
 
 
-def _alike(a: SentCollective, b: SentCollective) -> bool:
+def _can_share_bucket(a: SentCollective, b: SentCollective) -> bool:
     return (a.kind, a.ranks, a.dtype) == (b.kind, b.ranks, b.dtype) and 0 < b.bytes < SMALL
 
 

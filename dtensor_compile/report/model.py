@@ -48,14 +48,14 @@ class GraphBreak:
 
     Attributes:
         source: the user's line.
-        called: what was called there, as Dynamo names it.
+        called: the call at that place, as Dynamo names it.
         cause: code of the catalogue of causes (``docs/causes.md``).
-        title, why, instead: that cause in words.
-        breaks_under: which backends break there: every one, stock ones only, this one only.
+        title, why, instead: texts of that cause.
+        breaks_under: the backends that break there: every one, stock ones only, this one only.
         message: Dynamo's message.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the
             graph.
-        count: how often Dynamo reached it: in each frame that contains it, inlined or not, at each compilation.
+        count: number of visits by Dynamo: in each frame that contains it, inlined or not, at each compilation.
         graphs: number of graphs into which all of its breaks split the function.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
     """
@@ -111,7 +111,7 @@ class Redistribution:
         fate: see `Fate`.
         bytes_before: bytes if it were sent as captured; `bytes` are those that are sent in the end.
         seconds, exposed_seconds: of its collectives; while exposed, nothing computes.
-        decided_by, reason: the pass that changed it, and why; empty if none did.
+        decided_by, reason: the pass that changed it, and its reason; empty if none did.
     """
 
     source: Source
@@ -148,7 +148,7 @@ class Collective:
         graph: index in `Side.graphs`; None for one outside of graphs, whose time counts as fully exposed.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
         also: indices of the other redistributions that it carries, if collectives were merged.
-        calls: how often it runs in a step; bytes and times are of all of these.
+        calls: number of its runs in a step; bytes and times are of all of these.
     """
 
     kind: str
@@ -233,7 +233,7 @@ class Graph:
         spans: the schedule.
         rests_on: source of order and times: the compiled ``"kernels"``, or the ``"graph"`` before them, if there are
             none.
-        calls: how often it runs in a step; its times are of one run.
+        calls: number of its runs in a step; its times are of one run.
     """
 
     function: str
@@ -272,7 +272,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Measured compile time of a part of a stage, without what was begun inside.
+    """Measured compile time of a part of a stage, without nested phases.
 
     Attributes:
         stage: one of `recording.profile.STAGES`.
@@ -287,7 +287,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Measured compile time that a stage spent for one layer (``blocks.3``), all of its modules together."""
+    """Measured compile time of a stage for one layer (``blocks.3``), all of its modules together."""
 
     layer: str
     stage: str

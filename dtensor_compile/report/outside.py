@@ -38,11 +38,11 @@ def outside_recorded(recording: Recording) -> Iterator[None]:
     def watched() -> None:
         recording.outside = OutsideCollectives()
 
-    def tell(this: EagerCollective) -> None:
+    def on_collective(this: EagerCollective) -> None:
         assert recording.outside is not None
         (recording.outside.backward if this.backward else recording.outside.forward).append(collective_outside(this))
 
-    with watch_eager_collectives(tell, watched):
+    with watch_eager_collectives(on_collective, watched):
         yield
 
 

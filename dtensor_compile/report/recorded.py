@@ -1,4 +1,5 @@
-"""Recordings of one call of a program: under this backend, under stock torch, and as a whole if it is not written so.
+"""Recordings of one call of a program: under this backend, under stock torch, and as a whole if it compiles parts one
+by one.
 
 A model may compile its parts one by one (``block.compile()``). Between them it runs in eager: gathers and reductions of
 ``fully_shard`` for instance, which nothing plans or hides. One graph serves all parts that are equal, and counts as
@@ -75,7 +76,7 @@ def recorded_all(
 
 @contextlib.contextmanager
 def _compiled(model: Callable[..., Any], by_part: bool = True, **how: Any) -> Iterator[Callable[..., Any]]:
-    """The model compiled, in the parts in which it is, or as a whole."""
+    """The model compiled, in its own parts or as a whole."""
     by_part = by_part and bool(compiled_parts(model))
     with parts_compiled(model, how if by_part else None):
         yield model if by_part else torch.compile(model, **how)
@@ -110,7 +111,7 @@ def recorded(
 
 @contextlib.contextmanager
 def _empty_caches() -> Iterator[None]:
-    """While active, caches are empty but for what is compiled once on a machine, and modules of torch are imported."""
+    """While active, caches are empty except for code compiled once on a machine, and modules of torch are imported."""
     with fresh_caches():
         torch.compile(lambda x: (x + 1).sin())(torch.ones(64))
         counters.reset()

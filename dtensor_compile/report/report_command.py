@@ -19,7 +19,7 @@ from dtensor_compile.report.compare_reports import Limits, broken, check_limits,
 from dtensor_compile.report.explain import KERNELS
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import Report, ReportFormatError, from_json, to_json
-from dtensor_compile.report.run_target import DEFAULT_WORLD, STOCK_RANKS, Job, look_at, parse_mesh_argument
+from dtensor_compile.report.run_target import DEFAULT_WORLD, STOCK_RANKS, Job, parse_mesh_argument, report_target
 from dtensor_compile.report.script_arguments import options_parser, parsed, usage
 from dtensor_compile.report.table import console_for, print_comparison, print_report
 from dtensor_compile.report.target import TargetError
@@ -82,7 +82,7 @@ def main_of(
     """Runs a command that takes a target; returns the exit status.
 
     Args:
-        script: what is done with a script, for ``--help``.
+        script: handling of a script, for ``--help``.
     """
     try:
         args = parsed(options, argv)
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     mesh = parse_mesh_argument(args.mesh) if args.mesh else ()
     job = Job(mesh, args.world, args.rank, args.real)
     with _quiet(not args.verbose):
-        report = look_at(
+        report = report_target(
             args.target,
             args.rest,
             job=job,

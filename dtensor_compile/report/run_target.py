@@ -1,4 +1,4 @@
-"""`look_at`: from the name of a target to its report, without the printing of ``dtensor-compile report``.
+"""`report_target`: the report of a target by its name, without the printing of ``dtensor-compile report``.
 
 Input: a target and its job. Output: a `Report`. The job is simulated, which needs one process and no network, or real,
 under ``torchrun``.
@@ -90,7 +90,7 @@ def parse_mesh_argument(text: str) -> tuple[tuple[str, int], ...]:
     return tuple((part["name"] or name, int(part["size"])) for part, name in zip(parts, names))  # type: ignore[index]
 
 
-def look_at(
+def report_target(
     target: str,
     arguments: Sequence[str] = (),
     *,

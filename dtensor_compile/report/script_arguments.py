@@ -33,7 +33,7 @@ def usage(options: argparse.ArgumentParser, script: str) -> str:
     """The text of ``--help``.
 
     Args:
-        script: what is done with a script, as a sentence.
+        script: handling of a script, as a sentence.
     """
     return _USAGE.format(program=options.prog, script=script) + "\n" + options.format_help().partition("\n\n")[2]
 

@@ -149,7 +149,7 @@ def call_target(
 
     Args:
         mesh: creates the mesh.
-        arguments: others of the function, by name.
+        arguments: other arguments of the function, by name.
 
     Raises:
         TargetError: it needs other arguments, does not take these, or raises.

@@ -108,7 +108,7 @@ def _values(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _variable(value: ast.expr) -> str:
-    """The variable that a value is, is an item of, or is a view of."""
+    """The variable of a value: itself, the list of an item, or the base of a view."""
     while not isinstance(value, ast.Name):
         if isinstance(value, ast.Subscript):
             value = value.value

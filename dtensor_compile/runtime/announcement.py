@@ -75,7 +75,7 @@ class Announcement:
 
     @property
     def redistributes(self) -> bool:
-        """Whether all calls are parts of redistributions, which all ranks of a group run alike."""
+        """Whether all calls are parts of redistributions, which all ranks of a group run in the same way."""
         return all(call.redistributes for call in self.calls)
 
     @property
@@ -103,10 +103,10 @@ def _collectives(graph: torch.fx.Graph) -> Iterator[tuple[dist.ProcessGroup, Cal
 
 
 def graph_text(graph: torch.fx.Graph) -> str:
-    """All that ranks compare of a lowered graph, as text that a cache can keep.
+    """Everything that ranks compare of a lowered graph, as text that a cache can keep.
 
-    Process groups are those of this rank. Where the graph is rank-free, and another rank may find it, each has its name
-    in such graphs as well.
+    Process groups are those of this rank. If the graph is rank-free, so that another rank may find it, each group also
+    has its name in rank-free graphs.
     """
     symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
     names = {group_named(name): name for name in texts_in(nodes_with_blocks(graph)) if dims_of_name(name)}

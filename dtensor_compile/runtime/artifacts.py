@@ -1,13 +1,13 @@
 """Graphs and kernels that were compiled in advance, for ranks that compile nothing themselves: ``options={"artifacts":
-FOLDER}``, with what ``dtensor-compile build`` wrote there.
+FOLDER}``, written by ``dtensor-compile build``.
 
     manifest.json   what the folder was built for, and by program which ranks have the same graphs
     caches-0.tar    Inductor's caches of rank 0, which stands for these ranks
 
 Graphs are rank-free then (`ir/rank_free.py`). The build lowers each program on every simulated rank: ranks whose graphs
-are the same to the last character share the caches of the first of them. Torch finds a program in its own caches, whose
-key has the first rank in place of this one, so that a program that was not built, or was changed since, is never taken
-for another: it is compiled as usual.
+are the same to the last character share the caches of the first of them. torch finds a program in its own caches, under
+a key with the first rank in place of this one. A program that was not built, or was changed since, is therefore not
+found, and is compiled as usual.
 
 Cached graphs are code: load only folders that you trust as you trust the program.
 """
@@ -142,7 +142,7 @@ def _held(module: torch.nn.Module, name: str) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """Digest of the bytes of a tensor on a CPU, which may differ between ranks where the graphs read alike."""
+    """Digest of the bytes of a tensor on a CPU, which may differ between ranks whose graphs have the same text."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type != "cpu":
         return _about(value)
     memory = value.untyped_storage()  # not read by an operator, which would be traced
@@ -151,7 +151,7 @@ def _content(value: Any) -> Any:
 
 
 def _other_parts(digest: str, known: Iterable[str]) -> str:
-    """What a program differs in from the most similar one of those that are known."""
+    """The differences of a program from the most similar known one."""
     names = (_OPTIONS, _INPUTS, _CODE)
     others: list[list[str]] = [
         [name for name, mine, theirs in zip(names, digest.split("."), other.split(".")) if mine != theirs]
@@ -162,7 +162,7 @@ def _other_parts(digest: str, known: Iterable[str]) -> str:
 
 
 def _about(value: Any) -> Any:
-    """What two values have in common that are the same to a compiler."""
+    """The properties of a value that matter to a compiler."""
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return [_about(leaf) for leaf in leaves]
@@ -183,7 +183,7 @@ def _about(value: Any) -> Any:
 
 
 def made_for(world: int) -> dict[str, Any]:
-    """What artifacts of this process fit: they are used where all of it is equal."""
+    """The environment of this process; artifacts are used only where all of it is equal."""
     return {
         "format": FORMAT,
         "torch": torch.__version__,
@@ -287,7 +287,8 @@ def _read(folder: str, world: int) -> Artifacts | str:
 
 @functools.cache
 def _unpacked(folder: str, first: int, name: str, sha256: str, into: str) -> str:
-    """Writes the files of an archive that are missing into the cache folder; returns what went wrong, or nothing."""
+    """Writes the files of an archive that are missing into the cache folder; returns an error message, or an empty
+    text."""
     path = pathlib.Path(folder) / name
     try:
         if _digest_of(path) != sha256:
@@ -328,7 +329,7 @@ def _write_file(archive: tarfile.TarFile, member: tarfile.TarInfo, into: pathlib
 
 
 def shared_rank(folder: str, digest: str) -> int:
-    """The rank that stands for this one in the cache key of a program.
+    """The rank that replaces this one in the cache key of a program.
 
     Raises:
         ArtifactsError: the artifacts do not have the program, or do not fit.
@@ -344,10 +345,10 @@ def shared_rank(folder: str, digest: str) -> int:
 def not_used(folder: str, function: str, error: ArtifactsError) -> Decision:
     """Warns, once for each reason, that a program is compiled although there are artifacts; returns a decision."""
     reason = f"artifacts in {folder} are not used for {function or 'a program'}: {error}; it is compiled"
-    if reason not in _told:
-        _told.add(reason)
+    if reason not in _reported:
+        _reported.add(reason)
         log.warning("%s", reason)
     return Decision("artifacts", "", reason, folder, "compiled", left_alone=True)
 
 
-_told: set[str] = set()
+_reported: set[str] = set()

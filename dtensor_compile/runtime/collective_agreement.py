@@ -60,14 +60,14 @@ from dtensor_compile.runtime.look_out import look_out
 from dtensor_compile.runtime.waiting import (
     Answer,
     Waiting,
+    announce_compiling,
     failure_key,
     function_name,
     groups_key,
-    say_compiling,
     while_the_store_is_there,
 )
-from dtensor_compile.store.failed_ranks import add_note, first_line, mark_told, name_failures, tell_failure
-from dtensor_compile.store.ledger import Book, current_book
+from dtensor_compile.store.failed_ranks import add_note, announce_failure, first_line, mark_announced, name_failures
+from dtensor_compile.store.ledger import Ledger, current_ledger
 
 __all__ = ["Agreement", "Announcement", "Call"]
 
@@ -89,7 +89,7 @@ class Agreement:
     """The exchange for one compilation.
 
     Attributes:
-        function: what is compiled, named alike on every rank.
+        function: name of the compiled function, the same on every rank.
         graphs: number of graphs noted.
         noted: graphs that have not been announced yet, with whether they run at once.
         groups: for each of these graphs, by name, the groups over which it communicates.
@@ -122,12 +122,12 @@ class Agreement:
         """The agreement for the frame that is being compiled on this thread."""
         code = of_compilation_on_stack("code")
         function = function_name(code) if code is not None else ""
-        book = current_book()
-        if book is None:
+        ledger = current_ledger()
+        if ledger is None:
             return cls(function)
-        time = book.compilations[function] = book.compilations.get(function, 0) + 1
+        time = ledger.compilations[function] = ledger.compilations.get(function, 0) + 1
         with while_the_store_is_there():
-            say_compiling(book, True, function)
+            announce_compiling(ledger, True, function)
         return cls(function, time=time)
 
     def note(self, graph: torch.fx.Graph) -> None:
@@ -137,7 +137,7 @@ class Agreement:
         Raises:
             AgreementError: as `reach`.
         """
-        if current_book() is not None:
+        if current_ledger() is not None:
             self.text = graph_text(graph)
             self.found(self.text)
 
@@ -148,7 +148,7 @@ class Agreement:
         Raises:
             AgreementError: as `reach`.
         """
-        if not text or current_book() is None:
+        if not text or current_ledger() is None:
             return
         name = f"graph {self.graphs} of {self.function}"
         self.graphs += 1
@@ -176,24 +176,24 @@ class Agreement:
             self.compiled, self.forward_graphs = True, self.graphs
         noted, self.noted = self.noted, []
         groups, self.groups = self.groups, {}
-        book = current_book()
-        if book is None:
+        ledger = current_ledger()
+        if ledger is None:
             return
         with while_the_store_is_there():
-            say_compiling(book, False)
+            announce_compiling(ledger, False)
         if not self.graphs:  # from a cache that holds no collectives of them
-            book.store.set(book.key((), self.function, dist.get_rank()), "1")
+            ledger.store.set(ledger.key((), self.function, dist.get_rank()), "1")
             return
-        book.partners.setdefault(self.function, set()).update(*(ranks for _, ranks, *_ in noted))
+        ledger.partners.setdefault(self.function, set()).update(*(ranks for _, ranks, *_ in noted))
         waiting: list[Waiting] = []
         began = time.monotonic()
         with while_the_store_is_there():
             for name, of_graph in groups.items():
-                book.graphs[name] = book.graphs.get(name, 0) + 1
-                book.store.set(groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(of_graph))
+                ledger.graphs[name] = ledger.graphs.get(name, 0) + 1
+                ledger.store.set(groups_key(ledger, name, ledger.graphs[name], dist.get_rank()), json.dumps(of_graph))
             for name, ranks, mine, runs_now in noted:
-                (waiting if runs_now else self.later).extend(self._announce(book, name, ranks, mine))
-            self._go_on_without(_compare(book, waiting), began)
+                (waiting if runs_now else self.later).extend(self._announce(ledger, name, ranks, mine))
+            self._go_on_without(_compare(ledger, waiting), began)
 
     def reach_backward(self) -> None:
         """Compares backward graphs that were compiled with their forward graph; called before they first run.
@@ -201,21 +201,21 @@ class Agreement:
         Raises:
             AgreementError: as `reach`.
         """
-        book = current_book()
-        if book is None or not self.later:
+        ledger = current_ledger()
+        if ledger is None or not self.later:
             return
-        later = [entry for entry in self.later if entry.book is book]
+        later = [entry for entry in self.later if entry.ledger is ledger]
         try:
             with while_the_store_is_there():
-                self._go_on_without(_compare(book, later), time.monotonic())
+                self._go_on_without(_compare(ledger, later), time.monotonic())
         except AgreementError:  # raised again if the program runs the backward pass again
             self.failures += 1
-            self.later = [replace(entry, failed=self._failure_key(book, entry.rank)) for entry in later]
+            self.later = [replace(entry, failed=self._failure_key(ledger, entry.rank)) for entry in later]
             raise
         self.later = []
 
     @contextlib.contextmanager
-    def failures_told(self) -> Iterator[None]:
+    def announcing_failures(self) -> Iterator[None]:
         """While active, an error that leaves the context is announced to the other ranks (`fail`)."""
         try:
             yield
@@ -225,24 +225,24 @@ class Agreement:
 
     def fail(self, error: BaseException) -> None:
         """Announces that this rank cannot compile the function, or its backward pass; ranks that wait for it raise."""
-        book = current_book()
-        if book is None or restarts_analysis(error):
+        ledger = current_ledger()
+        if ledger is None or restarts_analysis(error):
             return
         with while_the_store_is_there():
-            say_compiling(book, False)
-            tell_failure(f"compile {self.function}", error)
-            mark_told(error)
+            announce_compiling(ledger, False)
+            announce_failure(f"compile {self.function}", error)
+            mark_announced(error)
             if not isinstance(error, AgreementError):  # which the other ranks know
-                book.store.set(self._failure_key(book, dist.get_rank()), first_line(error))
+                ledger.store.set(self._failure_key(ledger, dist.get_rank()), first_line(error))
         self.failures += 1
         self.graphs = min(self.graphs, self.forward_graphs)
 
     def has_run(self, error: BaseException | None = None) -> None:
         """Records that the graph compiled or compared last has run, or has raised: the error gets notes about ranks."""
         unanswered, self.unanswered = self.unanswered, []
-        for tell in unanswered:
-            tell(error)
-        if error is not None and current_book() is not None:
+        for on_run in unanswered:
+            on_run(error)
+        if error is not None and current_ledger() is not None:
             name_failures(error)
 
     def explained(self) -> None:
@@ -253,25 +253,25 @@ class Agreement:
         if waiting:
             self.unanswered.append(_look_out_for(waiting, began))
 
-    def _announce(self, book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[Waiting]:
-        place, counts = _place(book, name, ranks, mine)
+    def _announce(self, ledger: Ledger, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[Waiting]:
+        place, counts = _place(ledger, name, ranks, mine)
         if place is None:
             return
         rank = dist.get_rank()
         text = json.dumps([mine.digest, [str(call) for call in mine.calls]])
-        book.store.set(book.key(ranks, name, place, rank), text)
+        ledger.store.set(ledger.key(ranks, name, place, rank), text)
         for text in {mine.digest, f"{mine.kinds}:?"} if counts else ():
-            times = book.said[ranks, text] = book.said.get((ranks, text), 0) + 1
-            book.store.set(book.key(ranks, text, times, rank), "1")
+            times = ledger.announcements[ranks, text] = ledger.announcements.get((ranks, text), 0) + 1
+            ledger.store.set(ledger.key(ranks, text, times, rank), "1")
         for other in ranks:
             if other != rank:
                 enough = (
-                    book.key(ranks, mine.digest, book.said[ranks, mine.digest], other),
-                    book.key((), self.function, other),
+                    ledger.key(ranks, mine.digest, ledger.announcements[ranks, mine.digest], other),
+                    ledger.key((), self.function, other),
                 )
-                same_place = book.key(ranks, name, place, other)
+                same_place = ledger.key(ranks, name, place, other)
                 yield Waiting(
-                    book,
+                    ledger,
                     self.function,
                     name,
                     ranks,
@@ -280,43 +280,44 @@ class Agreement:
                     place,
                     same_place,
                     enough,
-                    self._failure_key(book, other),
+                    self._failure_key(ledger, other),
                 )
 
-    def _failure_key(self, book: Book, rank: int) -> str:
-        return failure_key(book, self.function, self.time, self.failures, rank)
+    def _failure_key(self, ledger: Ledger, rank: int) -> str:
+        return failure_key(ledger, self.function, self.time, self.failures, rank)
 
 
-def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> tuple[int | None, bool]:
+def _place(ledger: Ledger, name: str, ranks: tuple[int, ...], mine: Announcement) -> tuple[int | None, bool]:
     """The place of an announcement among those of its graph, and whether it counts as a new one of its kind; the place
     is None if there is an equal one that was not refused.
     """
-    before: list[Announcement] = book.announced.setdefault((ranks, name), [])
+    before: list[Announcement] = ledger.announced.setdefault((ranks, name), [])
     place = len(before)
-    again = next((p for p in range(place) if (ranks, name, p) in book.unanswered), None)
+    again = next((p for p in range(place) if (ranks, name, p) in ledger.unanswered), None)
     if again is not None:  # the others have announced nothing in this place: one of them failed
-        book.unanswered.remove((ranks, name, again))
+        ledger.unanswered.remove((ranks, name, again))
         counts = before[again].digest != mine.digest
         before[again] = mine
         return again, counts
-    if any(mine.agrees(other.digest) and (ranks, name, p) not in book.refused for p, other in enumerate(before)):
+    if any(mine.agrees(other.digest) and (ranks, name, p) not in ledger.refused for p, other in enumerate(before)):
         return None, False
     before.append(mine)
     return place, True
 
 
-def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
-    """Waits until all have answered or need not be waited for; returns those that have not, and still may."""
+def _compare(ledger: Ledger, waiting: list[Waiting]) -> list[Waiting]:
+    """Waits until all ranks have answered or need not be waited for; returns the entries of those that may still
+    answer."""
     begin, pause = time.monotonic(), 0.002
     while True:
         still = []
         for entry in waiting:
             answer, sentence = entry.answer()
             if answer is Answer.DIFFERS:
-                _refuse(book, entry)
+                _refuse(ledger, entry)
                 raise AgreementError(sentence)
             if answer is Answer.FAILED:
-                book.unanswered.add((entry.ranks, entry.graph, entry.place))
+                ledger.unanswered.add((entry.ranks, entry.graph, entry.place))
                 raise AgreementError(sentence)
             if answer is Answer.NONE:
                 still.append(entry)
@@ -333,7 +334,7 @@ def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
     never = [entry for entry in waiting if entry.never_calls()]
     for entry in never:
         if entry.mine.redistributes:
-            _refuse(book, entry)
+            _refuse(ledger, entry)
             raise AgreementError(entry.missing())
         log.warning("%s", entry.late(waited))
     return [entry for entry in waiting if entry not in never]
@@ -346,7 +347,7 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
         A function to call when the graph has run, with the error if it raised.
     """
     waiting, group, lock = list(waiting), dist.group.WORLD, threading.Lock()
-    told: list[str] = []
+    messages: list[str] = []
 
     def look(at_once: bool = False) -> bool:
         if dist.group.WORLD is not group:
@@ -358,8 +359,8 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
                     continue
                 waiting.remove(entry)
                 if answer is not Answer.AGREES:
-                    told.append(sentence or entry.late(time.monotonic() - begin))
-                    log.warning("%s", told[-1])
+                    messages.append(sentence or entry.late(time.monotonic() - begin))
+                    log.warning("%s", messages[-1])
             return not waiting
 
     end = look_out(look)
@@ -369,16 +370,16 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
             end()
             with while_the_store_is_there():
                 look(at_once=True)
-            for sentence in told:
-                add_note(error, sentence)
+            for message in messages:
+                add_note(error, message)
         elif all(entry.mine.blocks for entry in waiting):
             end()
 
     return has_run
 
 
-def _refuse(book: Book, entry: Waiting) -> None:
+def _refuse(ledger: Ledger, entry: Waiting) -> None:
     """Records a refused announcement. If the program goes on after the error and compiles the same graph again, the
     graph is compared again, as on the other ranks.
     """
-    book.refused.add((entry.ranks, entry.graph, entry.place))
+    ledger.refused.add((entry.ranks, entry.graph, entry.place))

@@ -5,8 +5,8 @@ Eager calls other collectives than a graph whose redistributions are planned and
 eager while the others run it compiled would hang, or exchange the wrong tensors.
 
 Input: the code of a frame that this rank does not compile. Output: none if all ranks with which its graphs communicate
-do not compile it either (they tell so through the store); then none of them uses a compiled graph of that frame again.
-Otherwise an `AgreementError`; the other ranks get its reason with the error about the lost connection.
+do not compile it either (they announce that through the store); then none of them uses a compiled graph of that frame
+again. Otherwise an `AgreementError`; the other ranks get its reason with the error about the lost connection.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dtensor_compile.compat.dynamo.recompile_limits import reaches_recompile_lim
 from dtensor_compile.errors import AgreementError
 from dtensor_compile.runtime.collective_agreement import MOST_PATIENT
 from dtensor_compile.runtime.waiting import function_name, has_begun, is_compiling, while_the_store_is_there
-from dtensor_compile.store.failed_ranks import first_line, tell_failure
-from dtensor_compile.store.ledger import Book, current_book
+from dtensor_compile.store.failed_ranks import announce_failure, first_line
+from dtensor_compile.store.ledger import Ledger, current_ledger
 
 #: Seconds that a rank waits for the others. In eager it would wait for them in the next collective anyway.
 PATIENCE = 20.0
@@ -33,39 +33,39 @@ def fall_back_together(code: types.CodeType, error: Exception) -> None:
     Raises:
         AgreementError: other ranks, with which its graphs communicate, run a compiled graph.
     """
-    book, function = current_book(), function_name(code)
-    if book is None or reaches_recompile_limit(error) and not book.partners.get(function):
-        return  # what it has compiled calls no collectives, and goes on to run where its guards hold
+    ledger, function = current_ledger(), function_name(code)
+    if ledger is None or reaches_recompile_limit(error) and not ledger.partners.get(function):
+        return  # its compiled code calls no collectives, and still runs where its guards hold
     with while_the_store_is_there():
-        missing = _missing(book, function)
+        missing = _missing(ledger, function)
         if missing:
-            told = AgreementError(_message(function, missing, error))
-            tell_failure(f"compile {function}", told)
-            raise told from error
+            refusal = AgreementError(_message(function, missing, error))
+            announce_failure(f"compile {function}", refusal)
+            raise refusal from error
     run_in_eager(error)
 
 
-def _missing(book: Book, function: str) -> list[int]:
+def _missing(ledger: Ledger, function: str) -> list[int]:
     """Ranks that have compiled the function and do not run it in eager, after waiting for them."""
     me = dist.get_rank()
-    times = book.in_eager[function] = book.in_eager.get(function, 0) + 1
-    book.store.set(_key(book, function, times, me), "1")
-    partners = book.partners.get(function, set()) - {me}
-    waiting = sorted(rank for rank in partners if has_begun(book, function, rank))
+    times = ledger.in_eager[function] = ledger.in_eager.get(function, 0) + 1
+    ledger.store.set(_key(ledger, function, times, me), "1")
+    partners = ledger.partners.get(function, set()) - {me}
+    waiting = sorted(rank for rank in partners if has_begun(ledger, function, rank))
     begin = time.monotonic()
     while True:
-        waiting = [rank for rank in waiting if not book.store.check([_key(book, function, times, rank)])]
+        waiting = [rank for rank in waiting if not ledger.store.check([_key(ledger, function, times, rank)])]
         waited = time.monotonic() - begin
         if not waiting or (
             waited > PATIENCE
-            and (waited > MOST_PATIENT * PATIENCE or not any(is_compiling(book, rank) for rank in waiting))
+            and (waited > MOST_PATIENT * PATIENCE or not any(is_compiling(ledger, rank) for rank in waiting))
         ):
             return waiting
         time.sleep(0.02)
 
 
-def _key(book: Book, function: str, times: int, rank: int) -> str:
-    return book.key((), f"{function} in eager", times, rank)
+def _key(ledger: Ledger, function: str, times: int, rank: int) -> str:
+    return ledger.key((), f"{function} in eager", times, rank)
 
 
 def _message(function: str, missing: list[int], error: Exception) -> str:

@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from dtensor_compile.errors import AgreementError
 from dtensor_compile.runtime.announcement import Announcement
-from dtensor_compile.store.ledger import Book
+from dtensor_compile.store.ledger import Ledger
 
 log = logging.getLogger("dtensor_compile")
 
 _COMPILING = "1"
 
 
-def say_compiling(book: Book, compiles: bool, function: str = "") -> None:
+def announce_compiling(ledger: Ledger, compiles: bool, function: str = "") -> None:
     """Announces that this rank compiles `function`, or that it is ready."""
-    book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING if compiles else "")
+    ledger.store.set(_compiling_key(ledger, dist.get_rank()), _COMPILING if compiles else "")
     if compiles:
-        book.store.set(_begun_key(book, function, dist.get_rank()), str(book.compilations.get(function, 0)))
+        ledger.store.set(_begun_key(ledger, function, dist.get_rank()), str(ledger.compilations.get(function, 0)))
 
 
 class Answer(enum.Enum):
@@ -39,15 +39,15 @@ class Waiting:
     """The pending answer of one other rank to one announcement.
 
     Attributes:
-        function: what was compiled, and as which `graph` of it; named alike on every rank.
+        function, graph: names of the compiled function and of its graph, the same on every rank.
         place: of the announcement among those of the graph over these ranks.
         same_place: key of the other rank's announcement in that place.
-        enough: keys, each of which means that there is nothing to compare: the other rank has announced the same as
-            often, for whatever functions, or takes this one from a cache.
+        enough: keys, each of which means that there is nothing to compare: the other rank has announced the same
+            collectives as often, for any functions, or takes this graph from a cache.
         failed: key under which the other rank announces that it cannot compile the same function.
     """
 
-    book: Book
+    ledger: Ledger
     function: str
     graph: str
     ranks: tuple[int, ...]
@@ -60,7 +60,7 @@ class Waiting:
 
     def answer(self) -> tuple[Answer, str]:
         """The answer of the other rank so far, and the message if the two graphs cannot run together."""
-        store = self.book.store
+        store = self.ledger.store
         if store.check(
             [self.failed]
         ):  # first: it may have tried again since, and announced that, before this rank has looked
@@ -74,24 +74,24 @@ class Waiting:
 
     def compiles(self) -> bool:
         """Whether the other rank has announced that it compiles, and not that it is ready: it may still answer."""
-        return is_compiling(self.book, self.rank)
+        return is_compiling(self.ledger, self.rank)
 
     def begun(self) -> bool:
         """Whether the other rank has begun to compile the function as often as this one."""
-        key = _begun_key(self.book, self.function, self.rank)
-        times = int(self.book.store.get(key)) if self.book.store.check([key]) else 0
-        return times >= self.book.compilations.get(self.function, 0)
+        key = _begun_key(self.ledger, self.function, self.rank)
+        times = int(self.ledger.store.get(key)) if self.ledger.store.check([key]) else 0
+        return times >= self.ledger.compilations.get(self.function, 0)
 
     def never_calls(self) -> bool:
         """Whether the other rank has compiled the same graph as often as this one, and never with a collective over the
         group.
         """
-        count, store = 0, self.book.store
-        while store.check([key := groups_key(self.book, self.graph, count + 1, self.rank)]):
+        count, store = 0, self.ledger.store
+        while store.check([key := groups_key(self.ledger, self.graph, count + 1, self.rank)]):
             count += 1
             if list(self.ranks) in json.loads(store.get(key)):
                 return False
-        return count >= self.book.graphs.get(self.graph, 0) > 0
+        return count >= self.ledger.graphs.get(self.graph, 0) > 0
 
     def late(self, seconds: float) -> str:
         """Message that the other rank has not answered within `seconds`, and its state as far as known."""
@@ -138,19 +138,19 @@ class Waiting:
         )
 
 
-def is_compiling(book: Book, rank: int) -> bool:
+def is_compiling(ledger: Ledger, rank: int) -> bool:
     """Whether a rank has announced that it compiles, and not that it is ready."""
-    key = _compiling_key(book, rank)
-    return bool(book.store.check([key])) and book.store.get(key) == _COMPILING.encode()
+    key = _compiling_key(ledger, rank)
+    return bool(ledger.store.check([key])) and ledger.store.get(key) == _COMPILING.encode()
 
 
-def has_begun(book: Book, function: str, rank: int) -> bool:
+def has_begun(ledger: Ledger, function: str, rank: int) -> bool:
     """Whether a rank has ever begun to compile a function."""
-    return bool(book.store.check([_begun_key(book, function, rank)]))
+    return bool(ledger.store.check([_begun_key(ledger, function, rank)]))
 
 
 def function_name(code: types.CodeType) -> str:
-    """Name of a function that is compiled, alike on every rank."""
+    """Name of a compiled function, the same on every rank."""
     return f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
 
 
@@ -164,20 +164,20 @@ def while_the_store_is_there() -> Iterator[None]:
         log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and so is the job
 
 
-def failure_key(book: Book, function: str, time: int, failures: int, rank: int) -> str:
+def failure_key(ledger: Ledger, function: str, time: int, failures: int, rank: int) -> str:
     """Key under which a rank announces that it cannot compile a function that it compiles for the `time`-th time, or
     its backward pass; `failures` counts those announced before in the same compilation."""
-    return book.key((), f"failure of {function}", time, failures, rank)
+    return ledger.key((), f"failure of {function}", time, failures, rank)
 
 
-def groups_key(book: Book, graph: str, count: int, rank: int) -> str:
+def groups_key(ledger: Ledger, graph: str, count: int, rank: int) -> str:
     """Key of the groups over which a rank's graph communicates, when it was compiled for the `count`-th time."""
-    return book.key((), f"groups of {graph}", count, rank)
+    return ledger.key((), f"groups of {graph}", count, rank)
 
 
-def _compiling_key(book: Book, rank: int) -> str:
-    return book.key((), "compiling", rank)
+def _compiling_key(ledger: Ledger, rank: int) -> str:
+    return ledger.key((), "compiling", rank)
 
 
-def _begun_key(book: Book, function: str, rank: int) -> str:
-    return book.key((), f"begun {function}", rank)
+def _begun_key(ledger: Ledger, function: str, rank: int) -> str:
+    return ledger.key((), f"begun {function}", rank)

@@ -1,1 +1,1 @@
-"""When each operator and each collective of a lowered graph runs."""
+"""Scheduling: the order of operators and collectives of a lowered graph."""

@@ -7,12 +7,12 @@ Each rank sends and receives the same elements as before, and each element is ga
 than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits of a sum may differ).
 Parameters that one ``fully_shard`` wraps are gathered and reduced together, and gradients of
 ``DistributedDataParallel`` fill its buckets (`ops/groups.py`). Beyond that, merging pays while a collective takes
-longer to start than to send: up to `FULL` times what the link carries during its latency. Nothing is copied in the
-graph: the backend has coalesced forms, and sends several tensors at once (NCCL), or packs them beside compute, in the
-thread that sends (gloo). Reduce-scatters of gloo are packed by one kernel instead, for an exchange
+longer to start than to send: up to `FULL` times the bytes that the link carries during its latency. Nothing is copied
+in the graph: the backend has coalesced forms, and sends several tensors at once (NCCL), or packs them beside compute,
+in the thread that sends (gloo). Reduce-scatters of gloo are packed by one kernel instead, for an exchange
 (`reduce_by_exchange.py`).
 
-What joins a bucket:
+Collectives that join a bucket, and its place:
 
     gathers of inputs            at the first of them; the first use waits for what the link carries in a few latencies
                                  more. Of what the program groups, large parts between whose first uses other groups are
@@ -79,7 +79,7 @@ class _Bucket:
     full: bool = False
 
     def key(self) -> Hashable:
-        """The properties that collectives of one bucket share."""
+        """The properties that collectives of one bucket have in common."""
         first = self.starts[0]
         value = value_of(node_arg(first, 0))
         return first.target, first.args[1:], value.dtype, value.device, self.late, self.stretch
@@ -97,7 +97,7 @@ def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool
         further: also merge those that the program does not group, if that pays on `cluster`.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    buckets = _as_the_program_says(_by_first_use(list(_alone(graph)), cluster, position), cluster, position)
+    buckets = _grouped_by_program(_by_first_use(list(_alone(graph)), cluster, position), cluster, position)
     if further:
         buckets = _merge_small(buckets, cluster, position)
     return [_merge(bucket) for bucket in buckets if len(bucket.starts) > 1]
@@ -159,7 +159,7 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
         )
 
 
-def _as_the_program_says(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
+def _grouped_by_program(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
     """One bucket for each group of the program, kind, process group and dtype, up to the size limit.
 
     It is full at the program's own limit, and when it takes `ENOUGH` times as long to send as to start: a bucket can

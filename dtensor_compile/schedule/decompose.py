@@ -17,7 +17,7 @@ part, a collective of which e of T seconds are exposed (by the simulation of `sc
     max(0, T_k + (k - 1) max(0, T_k - P_k) - (T - e))
 
 and pays if that, with the copies and launches it takes, is less than e. Latency is part of T_k. Matmuls of fewer rows
-are rounded as a matmul of that size is. All ranks choose alike, since this runs only if all shards are even.
+are rounded as a matmul of that size is. All ranks make the same choice, since this runs only if all shards are even.
 
 If the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks and
 copies nothing. The same estimate with k = n decides, and `fuse_matmuls.py` inserts the operator.
@@ -93,7 +93,7 @@ def decompose_matmuls(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: f
     """Decomposes the matmuls of `graph` that are beside collectives, if that pays.
 
     Args:
-        overlap_memory: as for `schedule_graph`, whose order determines what is exposed.
+        overlap_memory: as for `schedule_graph`, whose order determines the exposed time.
     """
     found = list(pairs(graph))
     if not found:
@@ -196,7 +196,7 @@ def _fixed(*shapes: tuple[object, ...]) -> bool:
 
 
 def _choose(pair: Pair, cluster: Cluster, hidden: float, matmuls: float) -> tuple[int, str]:
-    """Number of parts, 1 for none, and why.
+    """Number of parts (1: not decomposed), and the reason.
 
     Args:
         hidden: seconds of the collective, undivided, for which compute does not wait.

@@ -11,7 +11,7 @@ from dtensor_compile.graph.inline_subgraph import MODULE
 from dtensor_compile.graph.node_costs import Operation, SentCollective, path_of
 from dtensor_compile.schedule.simulated_device import Simulation, Task
 
-#: What has the path of a module.
+#: A record with the path of a module.
 Described = TypeVar("Described", Operation, SentCollective)
 #: Key of the order of a block's kernels in the metadata of its graph.
 ORDER = "dtensor_compile_order"
@@ -53,7 +53,7 @@ class KernelOrder:
         operations: the kernels, starts and waits in order, for the report; in place of a call of a block, that block.
         own: tasks that start collectives of the program itself.
         unknown: number of kernels that start or wait for a collective whose graph node is unknown.
-        standing: number of kernels that communicate synchronously.
+        synchronous: number of kernels that communicate synchronously.
     """
 
     tasks: list[Task]
@@ -67,7 +67,7 @@ class KernelOrder:
     operations: list[Operation | CalledBlock] = dataclasses.field(default_factory=list)
     own: tuple[int, ...] = ()
     unknown: int = 0
-    standing: int = 0
+    synchronous: int = 0
 
     @property
     def collectives(self) -> list[SentCollective]:

@@ -54,7 +54,7 @@ from dtensor_compile.topology.links import Cluster, compute_seconds
 
 def tie_starts(nodes: Nodes) -> Nodes:
     """Makes each collective, and each synchronous communication, depend on the one before it and on no wait."""
-    return tie(nodes, lambda node: starts_collective(node) or _sends_where_it_stands(node))
+    return tie(nodes, lambda node: starts_collective(node) or _is_synchronous(node))
 
 
 def rearrange(
@@ -63,7 +63,7 @@ def rearrange(
     topology: Cluster | None,
     overlap_memory: float,
     measured: bool,
-    told: Callable[[KernelOrder], None],
+    on_order: Callable[[KernelOrder], None],
 ) -> Nodes:
     """The kernels in an order in which collectives overlap with compute.
 
@@ -74,7 +74,7 @@ def rearrange(
             ``fully_shard``'s own order is always allowed.
         measured: whether kernels that are not generated, matmuls for instance, are measured (`measured_seconds`); fused
             loops are estimated.
-        told: callback that receives the order found, also of a block; not called for subgraphs of the program.
+        on_order: callback that receives the order found, also of a block; not called for subgraphs of the program.
     """
     nodes, buffers = order_for_memory(nodes)
     called, sends = called_subgraph(), any(map(starts_collective, nodes))
@@ -93,12 +93,12 @@ def rearrange(
     order = arrange(tasks, bound) if sends else list(range(len(tasks)))
     if called is None or block is not None:
         found = KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), {}, wrapped, block)
-        told(_described(found, nodes, roles))
+        on_order(_described(found, nodes, roles))
     return [nodes[index - given] for index in order if index >= given]
 
 
 def _described(found: KernelOrder, nodes: Nodes, roles: Sequence[_Role]) -> KernelOrder:
-    """An order with what its kernels are."""
+    """An order with descriptions of its kernels."""
     tasks, given = found.tasks, len(found.tasks) - len(nodes)
     each = dict(enumerate(roles, given))
     starts = {
@@ -114,7 +114,7 @@ def _described(found: KernelOrder, nodes: Nodes, roles: Sequence[_Role]) -> Kern
         operations=_operations(nodes, given, tasks, found.order, starts),
         own=tuple(index for index in starts if not each[index].redistributes),
         unknown=unknown,
-        standing=sum(role.stays for role in roles),
+        synchronous=sum(role.stays for role in roles),
     )
 
 
@@ -240,7 +240,7 @@ class _Role:
 
     @property
     def redistributes(self) -> bool:
-        """Whether all ranks of the group run it alike."""
+        """Whether all ranks of the group run it in the same way."""
         return self.origin is not None and REDISTRIBUTES in self.origin.meta
 
 
@@ -249,7 +249,7 @@ def _role(node: Any) -> _Role:
         return _Role(_collective_origin(node), waits=True)
     if starts_collective(node):
         return _Role(_collective_origin(node), starts=True)
-    return _Role(stays=_sends_where_it_stands(node))
+    return _Role(stays=_is_synchronous(node))
 
 
 def _collective_origin(node: Any) -> torch.fx.Node | None:
@@ -276,7 +276,7 @@ def _functional_name(target: Any) -> str | None:
     return name.removesuffix("_").removesuffix("_out") if target._schema.is_mutable else name
 
 
-def _sends_where_it_stands(node: Any) -> bool:
+def _is_synchronous(node: Any) -> bool:
     """Whether a kernel communicates synchronously, without a separate wait."""
     return (
         communicates(getattr(node.node, "op_overload", None))

@@ -1,9 +1,9 @@
-"""Decisions about what stages leave alone in a graph, with the maximum cost of that.
+"""Decisions about nodes of a graph that stages leave alone, with the maximum cost of that.
 
 In: a joint graph, or a lowered one with the cluster for which it is planned. Out: decisions; the graph stays as it is.
 Stages that know the reason when they decide report it themselves.
 
-Seconds are those of the collectives concerned without any overlap: nothing better is known for a stage that did not
+Seconds are those of the collectives concerned without any overlap: no better estimate exists for a stage that did not
 run. They are for reports only, so that they may differ between ranks.
 """
 
@@ -22,7 +22,7 @@ from dtensor_compile.graph.nodes import FUSED, HANDED_BACK, PART, communicates, 
 from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.schedule.bucket import COALESCED
 from dtensor_compile.schedule.decompose import pairs
-from dtensor_compile.schedule.list_scheduler import ALIKE, arrange
+from dtensor_compile.schedule.list_scheduler import TIME_TOLERANCE, arrange
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
 from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.topology.links import Cluster, rounds
@@ -68,7 +68,7 @@ def matmuls_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision
     if not found:
         return []
     seconds = sum(cost_of(cluster, collective_of(start))[1] for start in found)
-    reason = "shards are uneven or of symbolic sizes: ranks would decide by other seconds of compute, so that none does"
+    reason = "shards are uneven or of symbolic sizes: estimates of compute differ between ranks, and so would decisions"
     text = f"{len(found)} matmuls beside collectives"
     return [Decision("decompose_matmuls", source_line(found[0]), reason, text, text, left_alone=True, seconds=seconds)]
 
@@ -91,8 +91,8 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
         if own or not is_start(node) or node.target not in COALESCED or {PART, FUSED} & node.meta.keys():
             continue
         value, group = node.meta["val"], node.meta.get(GROUP)
-        alike = node.target, node.args[1:], value.dtype, value.device
-        key: Hashable = (*alike, None if further else group)
+        kind = node.target, node.args[1:], value.dtype, value.device
+        key: Hashable = (*kind, None if further else group)
         if not further and group is None:
             continue
         if any(isinstance(size, torch.SymInt) for size in value.shape):
@@ -100,7 +100,7 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
         else:
             fixed[key] = fixed.get(key, 0) + 1
             if group is not None:
-                groups.setdefault((*alike, group), {}).setdefault(stretch, node)
+                groups.setdefault((*kind, group), {}).setdefault(stretch, node)
     decisions = []
     for key, nodes in symbolic.items():
         more = len(nodes) - (key not in fixed)
@@ -142,9 +142,9 @@ def order_left(graph: torch.fx.Graph, topology: Cluster | None, *, scheduled: bo
     if not scheduled:
         return [_unscheduled(len(exposed), sum(exposed.values()))]
     own = [index for index in exposed if REDISTRIBUTES not in nodes[index].meta]
-    standing = [node for node in nodes if is_fixed(node) and communicates(node.target)]
-    where = source_line(nodes[own[0]]) if own else source_line(standing[0]) if standing else ""
-    return _kept_in_order(ORDERED, where, len(own), sum(exposed[index] for index in own), len(standing))
+    synchronous = [node for node in nodes if is_fixed(node) and communicates(node.target)]
+    where = source_line(nodes[own[0]]) if own else source_line(synchronous[0]) if synchronous else ""
+    return _kept_in_order(ORDERED, where, len(own), sum(exposed[index] for index in own), len(synchronous))
 
 
 def kernels_left(found: KernelOrder) -> list[Decision]:
@@ -152,7 +152,7 @@ def kernels_left(found: KernelOrder) -> list[Decision]:
     own = [index for index in found.own if index in found.starts]
     where = found.starts[own[0]].where if own else ""
     decisions = _kept_in_order(
-        "schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.standing
+        "schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.synchronous
     )
     if found.unknown:
         reason = (
@@ -169,7 +169,7 @@ def _bound_by_memory(found: KernelOrder) -> list[Decision]:
         return []
     unbound = simulate(found.tasks, arrange(found.tasks, math.inf))
     saved = found.after.seconds - unbound.seconds
-    if saved <= ALIKE * found.after.seconds or unbound.peak <= found.after.peak:
+    if saved <= TIME_TOLERANCE * found.after.seconds or unbound.peak <= found.after.peak:
         return []
     stays = (
         "Inductor's order stays"
@@ -203,7 +203,7 @@ def _unscheduled(number: int, seconds: float) -> Decision:
     return Decision(ORDERED, "", reason, left_alone=True, seconds=seconds)
 
 
-def _kept_in_order(kind: str, where: str, own: int, seconds: float, standing: int) -> list[Decision]:
+def _kept_in_order(kind: str, where: str, own: int, seconds: float, synchronous: int) -> list[Decision]:
     decisions = []
     if own:
         reason = (
@@ -211,7 +211,7 @@ def _kept_in_order(kind: str, where: str, own: int, seconds: float, standing: in
             "collectives start in the order of the program, and waits stay behind the starts before them"
         )
         decisions.append(Decision(kind, where, reason, left_alone=True, seconds=seconds))
-    if standing:
-        reason = f"{standing} operators communicate where they stand: nothing moves past them"
+    if synchronous:
+        reason = f"{synchronous} operators communicate synchronously: nothing moves past them"
         decisions.append(Decision(kind, where, reason, left_alone=True))
     return decisions

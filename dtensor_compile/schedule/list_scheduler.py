@@ -44,8 +44,8 @@ PLACES = 2
 
 #: Fractions of the memory bound that are tried, and for each the number of attempts with ties added at peaks.
 TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 8
-#: Orders whose times differ by less than this fraction are equal.
-ALIKE = 1e-3
+#: Relative tolerance below which two times count as equal.
+TIME_TOLERANCE = 1e-3
 
 
 def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
@@ -65,13 +65,13 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
     for tried in TRIES:
         tied = list(tasks)
         for _ in range(ROUNDS):
-            if seconds <= least * (1.0 + ALIKE) < math.inf:
+            if seconds <= least * (1.0 + TIME_TOLERANCE) < math.inf:
                 return best
             order = _Arrangement(tied, tried * bound, longest).run()
             found, missing = replay(tasks, order, bound)
             least = min(least, found.seconds)
             if not missing:
-                if found.seconds < seconds * (1.0 - ALIKE):
+                if found.seconds < seconds * (1.0 - TIME_TOLERANCE):
                     best, seconds = order, found.seconds
                 break
             ties = [tie for index, size in missing.items() for tie in _ties(tasks, order, index, size)]

@@ -34,8 +34,8 @@ def decompose_matmuls(
 
     Args:
         topology: of the job; None for the default of the device.
-        overlap_memory: part of the peak that may be added.
-        even: all ranks have the same sizes.
+        overlap_memory: allowed increase of the peak, as a fraction of it.
+        even: whether all ranks have the same sizes.
     """
     cluster = cluster_for(graph, topology)
     if cluster is None:
@@ -44,11 +44,12 @@ def decompose_matmuls(
 
 
 def bucket_collectives(graph: torch.fx.Graph, topology: Cluster | None, asked: bool) -> list[Decision]:
-    """`dtensor_compile.schedule.bucket`: what the program groups, and more than that where it is asked for or pays.
+    """`dtensor_compile.schedule.bucket`: merges collectives that the program groups, and others if the user asks for it
+    or if it pays.
 
     Args:
         topology: of the job; None for the default of the device.
-        asked: the user asks for it.
+        asked: whether the user asks for it.
     """
     cluster = cluster_for(graph, topology)
     if cluster is None:
@@ -59,7 +60,7 @@ def bucket_collectives(graph: torch.fx.Graph, topology: Cluster | None, asked: b
 
 
 def kernels_in_order(before: Simulation, after: Simulation, least: float) -> Decision:
-    """What is predicted for the kernels of a graph, in Inductor's order and in ours.
+    """The decision with the predicted times of the kernels of a graph, in Inductor's order and in ours.
 
     Args:
         least: seconds that every order takes (`dtensor_compile.schedule.least_time`).

@@ -101,7 +101,7 @@ def is_wrapped(node: torch.fx.Node | None) -> bool | None:
 
 
 def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
-    """The link that carries a collective, and for how many seconds.
+    """The link that carries a collective, and the seconds that it takes.
 
     Groups of all mesh dims share the link to other hosts, since a rank has only one; a mesh dim whose link the topology
     names has its own.
@@ -191,7 +191,7 @@ def _seconds(node: torch.fx.Node, computed: set[torch.fx.Node], cluster: Cluster
 
 
 class BlockCost(NamedTuple):
-    """What one call of the graph of a block takes.
+    """The cost of one call of a block.
 
     Attributes:
         seconds: in its order, collectives that it waits for included.
@@ -217,7 +217,7 @@ def cost_of_block(block: torch.fx.GraphModule, cluster: Cluster, measured: bool 
 def _memory(
     nodes: Sequence[torch.fx.Node], holds_inputs: bool
 ) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Buffer]]:
-    """The node in whose memory each node of a graph is, and the memory of those."""
+    """For each node of a graph the node that owns its memory, and the buffers of the owners."""
     roots: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in nodes:
         roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node

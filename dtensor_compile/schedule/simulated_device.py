@@ -39,7 +39,7 @@ class Task:
         reads: memory that it needs; a wait needs what its start reads.
         given: whether it is an input, which takes no time and has run before all others.
         host: for a start, seconds before it during which nothing is computed.
-        inside: bytes that it holds while it runs beside what it reads and makes, as a call of a block does.
+        inside: bytes that it holds while it runs besides its inputs and results, as a call of a block does.
     """
 
     seconds: float = 0.0

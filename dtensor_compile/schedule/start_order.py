@@ -8,7 +8,7 @@ computes. Such a gather moves before the collectives between it and the first us
 are small, of as many gathers before it as make up `AHEAD` of all gathered bytes. Otherwise a gather would queue behind
 reductions that nothing waits for, or behind an exchange of activations that is not even ready.
 
-All ranks find the same order: it follows from which node uses which and from the sizes of what is gathered, which are
+All ranks find the same order: it follows from the uses of nodes and from the sizes of gathered tensors, which are
 padded and therefore equal, never from estimated times. Gathers do not move across collectives of the program itself
 (`REDISTRIBUTES` is not set), because their ranks need not run the same program.
 """

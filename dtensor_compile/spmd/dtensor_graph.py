@@ -44,7 +44,7 @@ class DTensorGraph:
         return isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
 
     def take_whole(self, node: torch.fx.Node, reason: str) -> None:
-        """Passes full, plain tensors to a node, so that every rank computes what the program says."""
+        """Passes full, plain tensors to a node, so that every rank computes the plain program."""
         gathered, written = 0, written_argument(node)
         for used in node.all_input_nodes:
             value = self.values[used]
@@ -68,7 +68,7 @@ class DTensorGraph:
         return made
 
     def write_back(self, node: torch.fx.Node, written: torch.fx.Node, copy: torch.fx.Node) -> None:
-        """Writes what a node has written to a full copy back to the DTensor that was copied."""
+        """Writes the values that a node wrote to a full copy back to the DTensor that was copied."""
         with self.graph.inserting_after(node):
             back = self.graph.call_function(write_whole, (written, copy))
         back.meta = inherited(written, ("grapharg",))

@@ -32,7 +32,7 @@ def prepare(this: DTensorGraph, node: torch.fx.Node) -> None:
     elif node.target in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
         _count_targets(this, node)
     elif node.target is recurrent_layer:
-        _tell_recurrent(this, node)
+        _record_recurrent(this, node)
 
 
 def draw_whole(this: DTensorGraph, node: torch.fx.Node) -> Any:
@@ -77,10 +77,10 @@ def _cut_batch_alone(this: DTensorGraph, node: torch.fx.Node) -> None:
         this.replace_argument(
             node, used, constrain, this.text, placements_to_axes(keep, this.mesh_shape, value.dim()), False
         )
-    _tell_gathered(this, node, function_name(node), gathered)
+    _record_gathered(this, node, function_name(node), gathered)
 
 
-def _tell_recurrent(this: DTensorGraph, node: torch.fx.Node) -> None:
+def _record_recurrent(this: DTensorGraph, node: torch.fx.Node) -> None:
     """Adds a decision with the bytes gathered by a recurrent layer whose inputs are sharded along other dims."""
     gathered = 0
     for used in node.all_input_nodes:
@@ -89,10 +89,10 @@ def _tell_recurrent(this: DTensorGraph, node: torch.fx.Node) -> None:
             batch = (0 if node.args[7] else 1) if used is node.args[1] else 1 if used in list_arg(node, 2) else None
             whole_or_batch = all(p.is_replicate() or batch is not None and p == Shard(batch) for p in value.placements)
             gathered += 0 if whole_or_batch else int(value.numel()) * value.element_size()
-    _tell_gathered(this, node, str(node.args[0]), gathered)
+    _record_gathered(this, node, str(node.args[0]), gathered)
 
 
-def _tell_gathered(this: DTensorGraph, node: torch.fx.Node, name: str, gathered: int) -> None:
+def _record_gathered(this: DTensorGraph, node: torch.fx.Node, name: str, gathered: int) -> None:
     if gathered:
         why = f"{name} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
         this.decisions.append(Decision("replicate_fallback", source_line(node), why))

@@ -231,6 +231,6 @@ def _placements(axes: Axes, mesh: DeviceMesh, here: Sequence[int]) -> list[Place
 
 
 def _rest_of(axes: Axes, manual: Indices, mesh: DeviceMesh, rest: Sequence[int]) -> list[Placement]:
-    """Placements along the axes that are not manual, of what the manual axes have left."""
+    """Placements of a manual shard along the axes that are not manual."""
     left = tuple(tuple(axis for axis in entry if axis not in manual) for entry in axes)
     return [axes_to_placements(left, tuple(mesh.shape))[i] for i in rest]

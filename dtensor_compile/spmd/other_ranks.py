@@ -1,4 +1,4 @@
-"""Whether an operator runs on the shards of every rank, evaluated on each rank for all ranks, so that all decide alike.
+"""Whether an operator runs on the shards of every rank: each rank evaluates it for all, so that all decide the same.
 
 If shards are uneven, local shapes differ between ranks and may be empty, and an operator may run on one rank and raise
 on another (the maximum of an empty tensor). A rank that only considered its own shard would fall back to full tensors

@@ -7,8 +7,8 @@
 
 A spec names mesh axes per tensor dim, placements of a DTensor name a tensor dim per mesh dim. Axes that shard one dim
 in an order other than that of the mesh are strided shards: with the mesh (dp, tp) the second spec is
-``_S(0,|tp|)S(0)``, since dp splits what tp has split already. The split factor of an axis is the number of pieces made
-by the axes that come before it in the entry and after it in the mesh.
+``_S(0,|tp|)S(0)``, since dp splits the pieces that tp made. The split factor of an axis is the number of pieces made by
+the axes that come before it in the entry and after it in the mesh.
 """
 
 from __future__ import annotations

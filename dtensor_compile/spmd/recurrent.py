@@ -161,9 +161,9 @@ def recurrent_layer(
     x = as_dtensor(x, mesh)
     cut = batch_cuts(x, batch)
     of_states: list[Placement] = [Shard(1) if p.is_shard() else p for p in cut]
-    owed: list[Placement] = [Partial() if p.is_shard() else p for p in cut]
+    partial: list[Placement] = [Partial() if p.is_shard() else p for p in cut]
     here = [_local(x, cut, cut), *(_local(as_dtensor(s, mesh), of_states, of_states) for s in states)]
-    whole = [_local(as_dtensor(w, mesh), [Replicate()] * mesh.ndim, owed) for w in weights]
+    whole = [_local(as_dtensor(w, mesh), [Replicate()] * mesh.ndim, partial) for w in weights]
     made = recurrent_op(kind, here[0], here[1:], whole, *options)
     features = made[0].shape[2]
     shapes = [[*x.shape[:2], features], *([s.shape[0], x.shape[batch], s.shape[2]] for s in states)]

@@ -1,7 +1,7 @@
 """Equal blocks of a program are traced by AOTAutograd once, and become calls of one graph.
 
 Input: a copy of the Dynamo graph, whose nodes say to which call of a block they belong. Output: the same graph with
-calls in place of these nodes. What cannot be called is left in the graph, under a decision.
+calls in place of these nodes. Blocks that cannot be called stay in the graph, with a decision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCKS = "blocks"
 
 
 class BlockError(Exception):
-    """Calls of a block cannot have one graph; the text says why."""
+    """Calls of a block cannot have one graph; the message gives the reason."""
 
 
 class GradientsDiffer(DTensorCompileError):
@@ -56,14 +56,14 @@ def until_gradients_fit(compile: Callable[[], T], this: Compilation) -> T:
         except GradientsDiffer as error:
             this.apart.add(error.number)
             this.log.forget_since(before)
-            this.log.decided([Decision(BLOCKS, "", f"equal calls are compiled each: {error}")])
+            this.log.decided([Decision(BLOCKS, "", f"equal calls are compiled one by one: {error}")])
 
 
 def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
     """Replaces equal blocks of a Dynamo graph by calls; their graphs are in ``this.blocks`` then."""
     blocks = repeated_blocks(program)
     if not blocks and repeats(program):
-        reason = "equal calls are compiled each: the program changes the state of torch around them"
+        reason = "equal calls are compiled one by one: the program changes the state of torch around them"
         this.log.decided([Decision(BLOCKS, "", reason)])
     for number, block in enumerate(blocks):
         if number in this.apart:
@@ -76,7 +76,7 @@ def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
             if restarts_analysis(error) or this.options.strict and not isinstance(error, BlockError):
                 raise
             this.log.forget_since(before)
-            this.log.decided([Decision(BLOCKS, "", f"{len(block.calls)} equal calls are compiled each: {error}")])
+            this.log.decided([Decision(BLOCKS, "", f"{len(block.calls)} equal calls are compiled one by one: {error}")])
             continue
         this.blocks.update(graphs)
         replace_calls(block, run)
@@ -86,7 +86,7 @@ def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
 
 
 def _trace(block: RepeatedBlock, number: int, this: Compilation, graphs: dict[str, BlockGraph]) -> Callable[..., Any]:
-    """The function that stands for a block while the program is traced.
+    """The function that replaces a block while the program is traced.
 
     Raises:
         BlockError: its graph cannot be called.
@@ -129,10 +129,10 @@ def _plan(graph: torch.fx.Graph, this: Compilation) -> None:
 
 
 class _Call:
-    """A local graph as one operator, and views of what that returns.
+    """A local graph as one operator, and views of its results.
 
-    A result that is a view is made of what it is a view of: no result of the operator shares memory with another one,
-    or with an input.
+    A result that is a view is made from its view base, so that no result of the operator shares memory with another
+    one, or with an input.
     """
 
     def __init__(self, module: torch.fx.GraphModule, name: str, of: str) -> None:

@@ -23,7 +23,7 @@ from dtensor_compile.schedule.schedule_graph import ORDERED
 
 @dataclass
 class Compilation:
-    """One program on its way through the stages.
+    """State of one program in the stages.
 
     Attributes:
         program, inputs: the Dynamo graph, and fake inputs of it.
@@ -40,7 +40,7 @@ class Compilation:
         digest: identifies the program in artifacts that were compiled in advance; empty without them.
         shares: the rank whose graphs in these artifacts this rank shares; None if they do not have the program.
         blocks: graphs of blocks that are compiled once, by their names.
-        apart: numbers of blocks whose calls are compiled each, because they cannot share a graph.
+        apart: numbers of blocks whose calls are compiled separately, because they cannot share a graph.
         order: decisions about the order of the graph that was lowered last, kept if Inductor's kernels are reordered.
     """
 
@@ -80,7 +80,8 @@ class Compilation:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether equal blocks are compiled once. They are compiled each while graphs are watched, which are whole."""
+        """Whether equal blocks are compiled once. Each is compiled separately while graphs are watched, as watchers get
+        whole graphs."""
         return self.options.blocks == "once" and not watching()
 
     @property

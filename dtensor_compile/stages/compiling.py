@@ -41,7 +41,7 @@ from dtensor_compile.runtime.artifacts import ArtifactsError, current_build, not
 from dtensor_compile.stages.blocks import share_blocks, until_gradients_fit
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
-from dtensor_compile.stages.kernels import passes_over_kernels, tell_uncompiled
+from dtensor_compile.stages.kernels import on_uncompiled, passes_over_kernels
 from dtensor_compile.stages.lowered import lower_graph
 from dtensor_compile.stages.program import GRAPH_FUNCTIONS
 from dtensor_compile.topology.devices import on_one_host
@@ -103,7 +103,7 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
     return (*this.options.cache_key(), *facts, place)
 
 
-def what_code_needs(gm: torch.fx.GraphModule) -> list[str]:
+def code_header(gm: torch.fx.GraphModule) -> list[str]:
     """Statements that make the operators of this package, and the names of process groups in a rank-free graph, known
     to a process that loads the code of a lowered graph without having traced it."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
@@ -140,10 +140,10 @@ def _compiled(this: Compilation) -> Callable[..., Any]:
                 key=key_of(this),
                 settings=this.options.inductor,
                 cacheable=GRAPH_FUNCTIONS,
-                uncompiled=tell_uncompiled(this),
+                uncompiled=on_uncompiled(this),
                 kernels=(build := current_build()) is None or build.kernels,
                 collectives=(lambda: this.agreement.text, this.agreement.found),
-                header=what_code_needs,
+                header=code_header,
             )
         )
         if this.shares is not None and current_build() is None and cached_programs() == before:

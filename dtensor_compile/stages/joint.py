@@ -1,5 +1,5 @@
-"""Steps on the joint graph of forward and backward: rewriting of redistributions, removal of copies, choice of what is
-saved for the backward.
+"""Steps on the joint graph of forward and backward: rewriting of redistributions, removal of copies, choice of saved
+tensors.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def captured(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
 
 
 def planned(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
-    """Records the redistributions that are left."""
+    """Records the remaining redistributions."""
     this.log.planned(graph)
     return []
 
 
 def judge_ranks(graph: torch.fx.Graph, this: Compilation) -> None:
-    """Notes what decisions may depend on: whether ranks have the same sizes, and whether all have this graph."""
+    """Notes the facts that decisions may depend on: whether ranks have the same sizes, and whether all have this
+    graph."""
     this.even = this.even and all(map(has_even_shards, redistributions(graph)))
     this.between_meshes = bool(across(graph))
 
@@ -62,9 +63,9 @@ def spread_marks_again(graph: torch.fx.Graph) -> None:
         spread_marks(graph)
 
 
-def tell_shapes_left(graph: torch.fx.Graph) -> list[Decision]:
-    """Decisions about what is left alone because only ranks of one mesh have this graph."""
-    because = "ranks of one mesh alone have another graph, and would decide otherwise"
+def report_shapes_left(graph: torch.fx.Graph) -> list[Decision]:
+    """Decisions about layouts that are left alone because only ranks of one mesh have this graph."""
+    because = "ranks of only one mesh have another graph, and would make other decisions"
     return [*rows_left(graph, because), *columns_left(graph, because)]
 
 
@@ -87,7 +88,7 @@ PLAN = (
     GraphStep(planned, lambda this: (this,), reads=True),
     GraphStep(judge_ranks, lambda this: (this,), required=True, reads=True),
     GraphStep(check_memory, required=True, reads=True),
-    GraphStep(tell_shapes_left, when=lambda this: this.between_meshes, reads=True),
+    GraphStep(report_shapes_left, when=lambda this: this.between_meshes, reads=True),
 )
 
 #: Copies, guarantees of the program's operators, and tensors saved for the backward.
@@ -109,8 +110,8 @@ SHAPE = (
 
 
 def plan_joint_graph(graph: torch.fx.Graph, this: Compilation) -> None:
-    """Runs the steps on the joint graph. Inductor runs its passes, and this, on the blocks that it calls, too, whose
-    graphs have been planned."""
+    """Runs the steps on the joint graph. Inductor runs its passes, and these, on called blocks too, whose graphs have
+    been planned already."""
     if not is_whole(graph):
         return
     this.agreement.begin_again()

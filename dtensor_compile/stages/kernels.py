@@ -35,7 +35,7 @@ def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
             topology=options.topology,
             overlap_memory=options.overlap_memory,
             measured=this.measured,
-            told=lambda order: _tell(order, this),
+            on_order=lambda order: _record_order(order, this),
         ),
         None,
     )
@@ -45,7 +45,7 @@ def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
     return found
 
 
-def _tell(order: KernelOrder, this: Compilation) -> None:
+def _record_order(order: KernelOrder, this: Compilation) -> None:
     if order.block is not None:
         order.block.meta[ORDER] = order
     this.log.decided([kernels_in_order(order.before, order.after, order.least)])
@@ -55,6 +55,6 @@ def _tell(order: KernelOrder, this: Compilation) -> None:
     this.log.ordered(order)
 
 
-def tell_uncompiled(this: Compilation) -> Callable[[str, str], None] | None:
+def on_uncompiled(this: Compilation) -> Callable[[str, str], None] | None:
     """Callback that reports a graph with a kernel that does not compile; None if that is an error."""
-    return None if this.options.strict else lambda graph, said: this.log.decided([runs_uncompiled(graph, said)])
+    return None if this.options.strict else lambda graph, output: this.log.decided([runs_uncompiled(graph, output)])

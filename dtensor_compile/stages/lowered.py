@@ -26,8 +26,8 @@ from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.topology.network import plans_for
 
 
-def tell_order_left(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
-    """Decisions about what the order of the graph leaves alone, for recordings."""
+def report_order_left(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
+    """Decisions about nodes that keep their place in the order of the graph, for recordings."""
     return order_left(graph, this.options.topology, scheduled=this.options.schedule) if this.log.recordings else []
 
 
@@ -71,7 +71,7 @@ SCHEDULE = (
 )
 
 FINISH = (
-    GraphStep(tell_order_left, lambda this: (this,), when=lambda this: not this.orders_kernels, reads=True),
+    GraphStep(report_order_left, lambda this: (this,), when=lambda this: not this.orders_kernels, reads=True),
     GraphStep(view_again, required=True),
     GraphStep(lowered, lambda this: (this,), reads=True),
     GraphStep(note_collectives, lambda this: (this,), required=True, reads=True),

@@ -10,7 +10,7 @@ import torch
 from dtensor_compile.capture.cacheable import cache_decisions, name_constants
 from dtensor_compile.capture.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.capture.cross_mesh import join_groups, redistribute
-from dtensor_compile.capture.gradient_placements import placed_otherwise
+from dtensor_compile.capture.gradient_placements import unexpected_placements
 from dtensor_compile.compat.aot.tangents import remember_arguments
 from dtensor_compile.compat.dynamo.node_copies import PLACE
 from dtensor_compile.compat.dynamo.observe import name_in_program, name_modules
@@ -19,9 +19,9 @@ from dtensor_compile.compat.dynamo.settings import saves_compiled_graph
 from dtensor_compile.compat.inductor.compile import uses_cuda_graphs
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NotSavedError
-from dtensor_compile.fixups.aliased_inputs import heed_aliases, may_write
+from dtensor_compile.fixups.aliased_inputs import check_aliases, may_write
 from dtensor_compile.fixups.check_counts import check_counts
-from dtensor_compile.fixups.freed_autograd_graphs import restore_spent_graphs
+from dtensor_compile.fixups.freed_autograd_graphs import restore_freed_graphs
 from dtensor_compile.fixups.gathered_inputs import forget_addresses
 from dtensor_compile.fixups.preserved_versions import keep_versions
 from dtensor_compile.fixups.repeated_writes import write_once
@@ -64,30 +64,32 @@ def return_bases_of_views(program: torch.fx.GraphModule, this: Compilation) -> N
 
 
 def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
-    """Notes what is needed if tangents differ from those expected."""
+    """Prepares the handling of tangents that differ from those expected."""
     this.writes = may_write(program)
     this.even = this.options.schedule and shards_are_even(program)
     tangents = this.tangents
     tangents.repeatable, tangents.sends = not this.writes, ORDERED
-    tangents.told = lambda otherwise: this.decided([placed_otherwise(otherwise, lambda: this.communication)])
+    tangents.on_mismatch = lambda unexpected: this.decided(
+        [unexpected_placements(unexpected, lambda: this.communication)]
+    )
 
 
-def tell_what_is_kept(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
-    """Names the modules of the program for the report; returns decisions about what prevents caching."""
+def report_cacheability(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+    """Names the modules of the program for the report; returns decisions with the reasons that prevent caching."""
     if not recording():
         return []
     name_modules(program)
     return cache_decisions(program, GRAPH_FUNCTIONS)
 
 
-def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
+def report_inductor_order(program: torch.fx.GraphModule) -> list[Decision]:
     """Decisions about graphs that keep Inductor's own order of kernels."""
     return [unordered_kernels()]
 
 
-def tell_blocks(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
-    """Decisions about modules of one class that one module holds: how many calls were traced once, and what differed
-    where a call was not."""
+def report_blocks(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+    """Decisions about modules of one class that one module holds: the number of calls traced once, and the difference
+    of each other call."""
     places = {node.meta[PLACE][:2] for node in program.graph.nodes if PLACE in node.meta}
     copied = sum(call > 0 for _, call in places)
     names = [(path_of(name_in_program(name)) or name, why) for name, why in traced_apart()]
@@ -129,11 +131,11 @@ CAPTURED = (
     GraphStep(return_bases_of_views, lambda this: (this,), required=True),
     GraphStep(expect_gradients, lambda this: (this,), required=True),
     GraphStep(forget_addresses, when=lambda this: not this.aten and uses_cuda_graphs(this.options.inductor)),
-    GraphStep(tell_blocks, lambda this: (this,), reads=True),
+    GraphStep(report_blocks, lambda this: (this,), reads=True),
     GraphStep(find_artifacts, lambda this: (this,), reads=True),
-    GraphStep(tell_what_is_kept, lambda this: (this,), reads=True),
+    GraphStep(report_cacheability, lambda this: (this,), reads=True),
     GraphStep(
-        tell_order_is_inductors,
+        report_inductor_order,
         when=lambda this: this.options.schedule and not this.aten and not this.orders_kernels,
         reads=True,
     ),
@@ -149,11 +151,11 @@ def wrap(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
     saved = saves_compiled_graph()
     run = compiled if saved else remember_arguments(compiled, this.tangents)
     wrappers = {
-        "writes to inputs, which may share memory": lambda run: heed_aliases(
+        "writes to inputs, which may share memory": lambda run: check_aliases(
             this.program, run, this.log.decided, lambda: this.communication
         ),
         "preserves versions of its inputs": lambda run: keep_versions(this.program, run),
-        "runs a backward pass that frees the graphs of its results": lambda run: restore_spent_graphs(
+        "runs a backward pass that frees the graphs of its results": lambda run: restore_freed_graphs(
             this.program, run
         ),
         "returns views": lambda run: without_bases(run, this.bases),

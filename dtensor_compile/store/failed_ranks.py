@@ -1,6 +1,6 @@
-"""Ranks that cannot compile tell it to all ranks of the job, so that errors of those that lose them can say why.
+"""Failures to compile, announced to all ranks of the job, so that errors of ranks that lose a peer name the reason.
 
-A rank that runs a graph it compiled long ago is not looking: it waits in a collective for a rank that fails to compile,
+A rank that runs a graph it compiled long ago does not poll: it waits in a collective for a rank that fails to compile,
 and gets ``Connection closed by peer`` when the process of that rank ends. The reason is in the store by then.
 """
 
@@ -11,42 +11,42 @@ import time
 
 import torch.distributed as dist
 
-from dtensor_compile.store.ledger import Book, current_book
+from dtensor_compile.store.ledger import Ledger, current_ledger
 
 #: Number of failures that an error names, the last ones first.
 MOST_NAMED = 3
-#: Attribute of errors that have been told.
-_TOLD = "_dtensor_compile_told"
+#: Attribute of errors that have been announced.
+_ANNOUNCED = "_dtensor_compile_announced"
 
 
-def tell_failure(what: str, error: BaseException) -> None:
-    """Tells all ranks that this one could not do something (``"compile f"``)."""
-    book = current_book()
-    if book is None:
+def announce_failure(what: str, error: BaseException) -> None:
+    """Announces to all ranks that this one could not do something (``"compile f"``)."""
+    ledger = current_ledger()
+    if ledger is None:
         return
-    number = book.store.add(_count_key(book), 1)
-    book.store.set(_key(book, number), json.dumps([dist.get_rank(), what, first_line(error), time.time()]))
+    number = ledger.store.add(_count_key(ledger), 1)
+    ledger.store.set(_key(ledger, number), json.dumps([dist.get_rank(), what, first_line(error), time.time()]))
 
 
 def failures_of_others() -> list[str]:
-    """A sentence for each of the last failures that another rank has told, the last one first."""
-    book = current_book()
-    if book is None or not book.store.check([_count_key(book)]):
+    """A sentence for each of the last failures that other ranks announced, the last one first."""
+    ledger = current_ledger()
+    if ledger is None or not ledger.store.check([_count_key(ledger)]):
         return []
     sentences: list[str] = []
-    for number in range(book.store.add(_count_key(book), 0), 0, -1):
+    for number in range(ledger.store.add(_count_key(ledger), 0), 0, -1):
         if len(sentences) == MOST_NAMED:
             break
-        if book.store.check([_key(book, number)]):
-            rank, what, said, then = json.loads(book.store.get(_key(book, number)))
+        if ledger.store.check([_key(ledger, number)]):
+            rank, what, message, then = json.loads(ledger.store.get(_key(ledger, number)))
             if rank != dist.get_rank():
                 seconds = max(0.0, time.time() - then)
-                sentences.append(f"rank {rank} could not {what} {seconds:.0f} s ago: {said}")
+                sentences.append(f"rank {rank} could not {what} {seconds:.0f} s ago: {message}")
     return sentences
 
 
 def name_failures(error: BaseException) -> None:
-    """Adds what other ranks have told to an error, as notes; whoever prints the error prints them."""
+    """Adds the failures of other ranks to an error, as notes, which are printed with it."""
     try:
         sentences = failures_of_others()
     except RuntimeError:
@@ -61,17 +61,17 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
-def mark_told(error: BaseException) -> None:
+def mark_announced(error: BaseException) -> None:
     """Notes that other ranks know of an error."""
-    error.__dict__[_TOLD] = True
+    error.__dict__[_ANNOUNCED] = True
 
 
-def is_told(error: BaseException) -> bool:
+def is_announced(error: BaseException) -> bool:
     """Whether other ranks know of an error, or of one that it comes from."""
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:
-        if _TOLD in now.__dict__:
+        if _ANNOUNCED in now.__dict__:
             return True
         seen.add(id(now))
         now = getattr(now, "inner_exception", None) or now.__cause__ or now.__context__
@@ -85,9 +85,9 @@ def add_note(error: BaseException, sentence: str) -> None:
         error.add_note(note)
 
 
-def _count_key(book: Book) -> str:
-    return book.key((), "failures")
+def _count_key(ledger: Ledger) -> str:
+    return ledger.key((), "failures")
 
 
-def _key(book: Book, number: int) -> str:
-    return book.key((), "failures", number)
+def _key(ledger: Ledger, number: int) -> str:
+    return ledger.key((), "failures", number)

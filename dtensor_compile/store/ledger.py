@@ -1,4 +1,4 @@
-"""State of this rank's communication through the store of the current process group."""
+"""The ledger: this rank's record of its communication through the store of the current process group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from dtensor_compile.compat.distributed.device_meshes import default_store
 
 
-class Book:
-    """The store, and what this rank wrote to it.
+class Ledger:
+    """The store, and this rank's entries in it.
 
     Attributes:
         group, store: the default process group and its store.
@@ -20,12 +20,12 @@ class Book:
             (`runtime.collective_agreement`).
         refused: keys of announcements that disagreed with another rank's.
         unanswered: keys of announcements that another rank could not answer, because it failed.
-        said: number of announcements of the same collectives of a group, for whatever graphs.
+        announcements: number of announcements of the same collectives of a group, for any graphs.
         graphs: number of compilations per graph, by name.
         compilations: number of compilations started per function, by name.
         partners: by function, the ranks with which its graphs communicate.
         in_eager: number of times that a function was left to eager, by name (`runtime.eager_fallback`).
-        met: number of rendezvous of `ranks` per topic (`store.rendezvous`).
+        rendezvous: number of rendezvous of `ranks` per topic (`store.rendezvous`).
         epoch: number of process groups that this rank has had on that store, which may outlive them.
     """
 
@@ -34,12 +34,12 @@ class Book:
         self.announced: dict[tuple[tuple[int, ...], str], list[Any]] = {}
         self.refused: set[tuple[tuple[int, ...], str, int]] = set()
         self.unanswered: set[tuple[tuple[int, ...], str, int]] = set()
-        self.said: dict[tuple[tuple[int, ...], str], int] = {}
+        self.announcements: dict[tuple[tuple[int, ...], str], int] = {}
         self.graphs: dict[str, int] = {}
         self.compilations: dict[str, int] = {}
         self.partners: dict[str, set[int]] = {}
         self.in_eager: dict[str, int] = {}
-        self.met: dict[tuple[tuple[int, ...], str], int] = {}
+        self.rendezvous: dict[tuple[tuple[int, ...], str], int] = {}
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 
     def key(self, ranks: tuple[int, ...], *parts: object) -> str:
@@ -48,21 +48,21 @@ class Book:
 
 
 class _Current:
-    """The book of the current default process group."""
+    """The ledger of the current default process group."""
 
-    book: Book | None = None
+    ledger: Ledger | None = None
 
 
-def current_book() -> Book | None:
-    """The book of the current process group; None if there are no other ranks, or if they could not answer while this
+def current_ledger() -> Ledger | None:
+    """The ledger of the current process group; None if there are no other ranks, or if they could not answer while this
     rank waits (ranks that are threads run one at a time)."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ("fake", "threaded"):
         return None
     group = dist.group.WORLD
-    if _Current.book is None or _Current.book.group is not group:
+    if _Current.ledger is None or _Current.ledger.group is not group:
         assert group is not None
-        _Current.book = Book(group)
-    return _Current.book
+        _Current.ledger = Ledger(group)
+    return _Current.ledger
 
 
 def digest(value: Any) -> str:

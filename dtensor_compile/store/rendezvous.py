@@ -1,6 +1,6 @@
 """Two-phase rendezvous through the store before a blocking collective setup.
 
-All ranks get the same answer: whether all of them have arrived at the same topic. Nobody waits much longer than
+All ranks get the same answer: whether all of them have arrived at the same topic. No rank waits much longer than
 `PATIENCE` for it, whatever the others do: a rank that compiles something alone, for instance to inspect its parameters,
 must not hang.
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from dtensor_compile.store.ledger import current_book
+from dtensor_compile.store.ledger import current_ledger
 
 #: Seconds that a rank waits for the others.
 PATIENCE = 10.0
@@ -25,22 +25,22 @@ PATIENCE = 10.0
 _HERE, _LOCKED, _GONE = "here", "locked", "gone"
 
 
-def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
+def all_arrive(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
     """Whether all of `ranks`, including this one, have arrived at the same topic; the same answer on each of them.
 
     Args:
-        topic: names what is to be done together.
+        topic: names the joint operation.
         ranks: global ranks.
         patience: seconds that a rank waits for the others; None for `PATIENCE`.
     """
     seconds = PATIENCE if patience is None else patience
-    book = current_book()
-    if book is None:
+    ledger = current_ledger()
+    if ledger is None:
         return True
-    store, ranks, me = book.store, tuple(sorted(ranks)), dist.get_rank()
-    number = book.met.get((ranks, topic), 0)  # completed rendezvous, which all ranks counted
-    keys = {rank: book.key(ranks, "meet", topic, number, rank) for rank in ranks}
-    go = book.key(ranks, "meet", topic, number, "go")
+    store, ranks, me = ledger.store, tuple(sorted(ranks)), dist.get_rank()
+    number = ledger.rendezvous.get((ranks, topic), 0)  # completed rendezvous, which all ranks counted
+    keys = {rank: ledger.key(ranks, "meet", topic, number, rank) for rank in ranks}
+    go = ledger.key(ranks, "meet", topic, number, "go")
     store.set(keys[me], _HERE)
     if me == ranks[0]:
         if not _until(lambda: _lock_all(store, keys, me), seconds):
@@ -50,7 +50,7 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
         while not _until(lambda: store.check([go]), seconds):
             if store.compare_set(keys[me], _HERE, _GONE).decode() == _GONE:
                 return False
-    book.met[ranks, topic] = number + 1
+    ledger.rendezvous[ranks, topic] = number + 1
     return True
 
 

@@ -18,7 +18,7 @@ class Culprit:
     """Result of a bisection.
 
     Attributes:
-        what: one sentence that names it.
+        what: one sentence that names the cause.
         differing: the simplest settings under which compiled still differs from eager.
         equal: the nearest settings under which it does not; None if there are none.
         tried: result of each try, in order.

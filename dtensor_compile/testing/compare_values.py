@@ -26,8 +26,8 @@ class Difference:
     """A difference between eager and compiled.
 
     Attributes:
-        what: the value, ``grad.0.weight``, and its attribute, ``.placements``; for numbers the index of the largest
-            difference.
+        what: name of the value, ``grad.0.weight``, and of its attribute, ``.placements``; for numbers the index of the
+            largest difference.
         eager, compiled: both values.
         relative: size of the difference over the largest finite value of the tensor; ``nan`` if no number differs.
         tolerance: the allowed difference, and its source; empty if none was allowed.

@@ -68,7 +68,7 @@ class Reference:
     Attributes:
         found: by name, as `Case.run` returns it; None if each rank runs eager itself.
         random: state of the generator by rank.
-        refused: why ``LocalTensor`` did not run the program.
+        refused: the reason why ``LocalTensor`` did not run the program.
     """
 
     found: dict[str, Any] | None
@@ -76,7 +76,7 @@ class Reference:
     refused: str = ""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"eager rank by rank, LocalTensor refuses: {self.refused}" if self.refused else "eager on LocalTensor"
 
 
@@ -105,7 +105,7 @@ def compare_locally(case: Case, world: int, settings: Settings, reference: Refer
     """
     eager = reference or run_eager(case, world)
     results = run_in_threads(world, lambda rank: _compare(case, settings, eager, rank), _STATES)
-    return Comparison([d for found, _ in results for d in found], results[0][1], eager.told)
+    return Comparison([d for found, _ in results for d in found], results[0][1], eager.description)
 
 
 def _compare(case: Case, settings: Settings, eager: Reference, rank: int) -> tuple[list[Difference], int]:

@@ -1,9 +1,9 @@
 """Compares one eager and one compiled step from equal states, value by value.
 
-Both start from copies of the same model and inputs and from the same seed. Compared are: results of every call, inputs
-(which may be written to), gradients, parameters and buffers (after the optimizer's steps, if there is an optimizer),
-random numbers and the final state of torch's generator; for tensors also type, dtype, shape, stride, placements and
-mesh.
+Both start from copies of the same model and inputs and from the same seed. These are compared: results of every call,
+inputs (which may be written to), gradients, parameters and buffers (after the optimizer's steps, if there is an
+optimizer), random numbers and the final state of torch's generator; for tensors also type, dtype, shape, stride,
+placements and mesh.
 
 Steps of an optimizer start from equal numbers. Adam divides a gradient by its own size, so that a gradient that is only
 rounding becomes a full step, in either direction: no tolerance for parameters would be small enough to detect an error.
@@ -185,7 +185,7 @@ class Comparison:
     Attributes:
         differences: in the order of `Case.run`, rank by rank.
         tensors: number of tensors compared on this rank.
-        reference: what compiled was compared with.
+        reference: the run with which compiled was compared.
     """
 
     differences: list[Difference]

@@ -164,15 +164,17 @@ def _compare(args: argparse.Namespace, job: Job) -> RankAnswer:
         comparison = compare_everywhere(case, settings, world)
     except TypeError as error:
         raise TargetError(f"{args.target}: {error}") from error
-    told = f" in one process ({comparison.reference})" if args.local else ""
+    details = f" in one process ({comparison.reference})" if args.local else ""
     steps = ""
     if args.optimizer and not args.no_backward:
         steps = f"steps of {args.optimizer} use eager's gradients where the compiled ones agree with them"
-        told += f"; {steps}"
+        details += f"; {steps}"
     if not comparison.differences:
         if not comparison.tensors:
             raise TargetError(f"{args.target} returns no tensor and modifies none: there is nothing to compare")
-        return RankAnswer(EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks" + told)
+        return RankAnswer(
+            EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks" + details
+        )
     culprit = bisect_case(case, settings, world) if args.bisect or args.minify else None
     text, script = "\n".join(filter(None, (describe(comparison.differences, culprit), steps))), ""
     if args.minify:

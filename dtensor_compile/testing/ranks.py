@@ -167,7 +167,7 @@ class _Job:
         return "(unknown)"
 
     def _death(self, rank: int) -> str:
-        """How a rank's process ended, and its stack if a signal ended it."""
+        """Description of the end of a rank's process, with its stack if a signal ended it."""
         process = self.processes[rank]
         process.join(timeout=GRACE)
         code = process.exitcode

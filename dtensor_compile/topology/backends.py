@@ -37,7 +37,7 @@ def sent_as(backend: str, kind: str) -> str:
 
 
 def traffic(backend: str, kind: str, n: int) -> float:
-    """Bytes on the wire for each byte of the formula, in a collective of `n` ranks; 1 for kinds that the table does not
-    list.
+    """Bytes on the wire for each byte of the formula, in a collective of `n` ranks; 1 for kinds that are not in the
+    table.
     """
     return TRAFFIC.get(backend, {}).get(kind, 1.0) if n > 1 else 1.0

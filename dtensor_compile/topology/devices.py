@@ -31,8 +31,8 @@ def _number(names: Sequence[str]) -> int | None:
 
 
 def on_one_host() -> bool:
-    """Whether the launcher started all ranks of the job on this host, as on all ranks; False where it does not say how
-    many are here, and for a job in name only."""
+    """Whether the launcher started all ranks of the job on this host; the same on all ranks. False if the launcher does
+    not set the number of ranks of this host, and for a simulated job."""
     return (
         dist.is_available()
         and dist.is_initialized()
@@ -49,9 +49,9 @@ def _exchange(mine: Any) -> list[Any] | None:
         or dist.get_backend() == "fake"
     ):
         return None
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, mine)
-    return said
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    return values
 
 
 def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]
     if asked and rank is not None and host is not None and rank // local != host:
         raise MeshError(
             f"rank {rank} is on host {host}, so that ranks are not numbered host by host: call init_process_group "
-            "first, and ranks tell each other where they are, or give device_attributes with slice_index"
+            "first, and ranks exchange the numbers of their hosts, or give device_attributes with slice_index"
         )
     return [{"name": str(rank), "slice_index": rank // local} for rank in range(n)]
 
@@ -108,16 +108,16 @@ def nvlink_devices(
     """
     hosts = hosts_from_environment() if hosts is None else hosts
     domains = nvlink_domains(topology)
-    told = _exchange(domains) or [domains] * len(hosts)
+    domains_of = _exchange(domains) or [domains] * len(hosts)
     counted: dict[int, int] = {}
     places = []
     for rank, device in enumerate(hosts):
         host = int(device["slice_index"])
         gpu = counted[host] = counted.get(host, -1) + 1
-        domain = next((i for i, gpus in enumerate(told[rank]) if gpu in gpus), None)
+        domain = next((i for i, gpus in enumerate(domains_of[rank]) if gpu in gpus), None)
         if domain is None:
             raise MeshError(
-                f"host {host} has {sum(map(len, told[rank]))} GPUs, and rank {rank} would use its GPU {gpu}"
+                f"host {host} has {sum(map(len, domains_of[rank]))} GPUs, and rank {rank} would use its GPU {gpu}"
             )
         places.append((host, domain))
     order = sorted(set(places))

@@ -136,8 +136,8 @@ def _link(value: Any, where: str) -> Link:
         return LINKS[value]
     needed, optional = {"latency", "bandwidth"}, {"shared", "collectives"}
     if not isinstance(value, Mapping) or not needed <= value.keys() <= needed | optional:
-        said = "latency (seconds), bandwidth (bytes per second); optional: shared and collectives"
-        raise TopologyError(f"{where}: a link is {said}, not {value!r}")
+        keys = "latency (seconds), bandwidth (bytes per second); optional: shared and collectives"
+        raise TopologyError(f"{where}: a link is {keys}, not {value!r}")
     shared = value.get("shared", False)
     if not isinstance(shared, bool):
         raise TopologyError(f"{where}.shared is true or false, not {shared!r}")
@@ -172,8 +172,8 @@ def _device(value: Any, where: str) -> Device:
         or not _DEVICE_KEYS <= value.keys() <= _DEVICE_KEYS | _DEVICE_OPTIONAL
         or not isinstance(value["peak"], Mapping)
     ):
-        said = "peak (operations per second by bytes of an element), memory and launch; optional: exact and achieved"
-        raise TopologyError(f"{where}: a device is {said}, not {value!r}")
+        keys = "peak (operations per second by bytes of an element), memory and launch; optional: exact and achieved"
+        raise TopologyError(f"{where}: a device is {keys}, not {value!r}")
     try:
         peak = tuple(sorted((int(size), _number(rate, f"{where}.peak")) for size, rate in value["peak"].items()))
     except ValueError as error:
@@ -196,8 +196,8 @@ def _achieved(value: Any, where: str) -> Achieved:
         "basis",
         "quality",
     }:
-        said = f"memory and matmul; optional: {', '.join(_BY_DTYPE[1:])}, basis and quality"
-        raise TopologyError(f"{where} has the keys {said}, not {value!r}")
+        keys = f"memory and matmul; optional: {', '.join(_BY_DTYPE[1:])}, basis and quality"
+        raise TopologyError(f"{where} has the keys {keys}, not {value!r}")
     tables: dict[str, dict[str, Curve]] = {}
     for name in _BY_DTYPE:
         given = value.get(name, {})

@@ -33,12 +33,12 @@ class Device:
 
     @property
     def basis(self) -> str:
-        """What estimates for it rest on."""
+        """The source of estimates for it."""
         return "a roofline at its peaks, a lower bound" if self.achieved is None else self.achieved.basis
 
     @property
     def quality(self) -> str:
-        """How well that is known: ``"measured"``, ``"guess"``, ``"vendor's figures"``."""
+        """Quality of that source: ``"measured"``, ``"guess"``, ``"vendor's figures"``."""
         return "vendor's figures" if self.achieved is None else self.achieved.quality
 
     def operations_per_second(self, itemsize: int, tf32: bool = True) -> float:

@@ -23,8 +23,8 @@ Roofline, 2009):
     seconds = max(F / peak, M / memory bandwidth) + launch
 
 with the peak of TF32 for float32 where torch may use it, which by default it may not
-(``torch.backends.cuda.matmul.fp32_precision``). Where it is known what the device achieves, by kind and size of the
-work, those rates take the place of the peaks, and include the launch (`topology/rates.py`).
+(``torch.backends.cuda.matmul.fp32_precision``). Where achieved rates of the device are known, by kind and size of the
+work, they replace the peaks, and include the launch (`topology/rates.py`).
 
 These are estimates: they compare one program with another on one machine. They ignore contention and fusion.
 """
@@ -51,8 +51,8 @@ class Link:
         bandwidth: bytes per second that one rank sends; all ranks of a host together, if the link is shared.
         shared: whether the ranks of a host send over it together (one network card for all, main memory), or each has
             its own.
-        collectives: what was measured: a kind, a number of ranks, and bytes per second by the bytes that one rank
-            sends. Other numbers of ranks take as much longer or shorter than the formula says.
+        collectives: measured rates: a kind, a number of ranks, and bytes per second by the bytes that one rank sends.
+            For other numbers of ranks times are scaled as by the formula.
     """
 
     latency: float
@@ -117,8 +117,8 @@ class Cluster:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """The link that a collective over all these links sees: the longest latency, the lowest bandwidth, and what was
-    measured of that with the lowest."""
+    """The effective link of a collective over all these links: the longest latency, the lowest bandwidth, and the
+    measured rates of the link with the lowest."""
     lowest = min(links, key=lambda link: link.bandwidth)
     return Link(max(link.latency for link in links), lowest.bandwidth, collectives=lowest.collectives)
 

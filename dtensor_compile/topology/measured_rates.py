@@ -1,5 +1,6 @@
-"""What an H100 (SXM, 80 GB HBM3) achieved: measured with `tools/measure_device.py` on 2026-11-26, torch 2.13.0+cu130,
-driver 580.159.04, 700 W, nothing else running. Sizes are operations, or bytes of copies; rates are per second."""
+"""Rates that an H100 (SXM, 80 GB HBM3) achieved: measured with `tools/measure_device.py` on 2026-11-26, torch
+2.13.0+cu130, driver 580.159.04, 700 W, nothing else running. Sizes are operations, or bytes of copies; rates are per
+second."""
 
 from __future__ import annotations
 

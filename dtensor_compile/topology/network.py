@@ -2,7 +2,7 @@
 
 A plan depends on specs, sizes and a `Network`: a link per mesh dim and the communication backend. It follows from the
 mesh and the topology alone, never from the rank, so that all ranks choose the same plan. If the user names no topology,
-all mesh dims are alike.
+all mesh dims have equal links.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Network:
     """Links along the mesh dims of one mesh.
 
     Attributes:
-        links: one per mesh dim; empty if all are alike.
+        links: one per mesh dim; empty if all are equal.
         backend: communication backend, empty for none.
         merges: whether process groups over several mesh dims exist.
     """
@@ -37,11 +37,11 @@ class Network:
 
     @property
     def uniform(self) -> bool:
-        """Whether all mesh dims are alike, so that bytes compare."""
+        """Whether all mesh dims have equal links, so that bytes compare."""
         return len(set(self.links)) <= 1 and not self.backend
 
     def link(self, mesh_dims: Sequence[int]) -> Link:
-        """The link that a collective over these mesh dims together sees."""
+        """The effective link of a collective over these mesh dims together."""
         return slowest([self.links[i] for i in mesh_dims]) if self.links else PLAIN
 
     def seconds(
@@ -53,7 +53,7 @@ class Network:
         return seconds_over(self.link(mesh_dims), self.backend, sent_as(self.backend, kind), bytes_sent, n, messages)
 
 
-#: The default if the user names no topology: all mesh dims are alike.
+#: The default if the user names no topology: all mesh dims have equal links.
 NO_TOPOLOGY = Network()
 
 
@@ -63,7 +63,7 @@ _memory: contextvars.ContextVar[int | None] = contextvars.ContextVar("dtensor_co
 
 @contextlib.contextmanager
 def plans_for(cluster: Cluster | None, memory: int | None = None) -> Iterator[None]:
-    """While active, this thread plans for that topology; None: for mesh dims that are all alike.
+    """While active, this thread plans for that topology; None: for equal links along all mesh dims.
 
     Args:
         memory: bytes that a redistribution may hold at once besides its input; None for no bound.

@@ -1,10 +1,10 @@
 """Rates that a device achieves, by kind and size of the work.
 
-A curve is made of measured points (size, rate), `tools/measure_device.py` measures them. Between two points a rate is
-interpolated in the logarithms of both; below the smallest the line through the first two goes on, but no work takes
-longer for being smaller; larger work has the rate of the largest. Times include the launch of the kernel.
+A curve consists of points (size, rate) that `tools/measure_device.py` measures. Between two points a rate is
+interpolated in the logarithms of both; below the smallest the line through the first two is extended, but smaller work
+never takes longer; larger work has the rate of the largest. Times include the launch of the kernel.
 
-Attention is measured with a causal mask, and torch's formulas count what the mask hides: its rate is above that of
+Attention is measured with a causal mask, and torch's formulas count the masked elements: its rate is above that of
 matmuls, and half as high without a mask.
 """
 
@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-#: What the work of an operator can be, besides matmuls and loops.
+#: Kinds of work of an operator besides matmuls and loops.
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
-#: How well the rates of a device can be known.
+#: Qualities of the rates of a device.
 QUALITIES = ("measured", "guess")
-#: Added to these where nothing is masked.
+#: Suffix of these kinds for attention without a mask.
 UNMASKED = ", unmasked"
 
 
@@ -43,13 +43,13 @@ class Curve:
         return size / self.rate(size) if size else 0.0
 
     def times(self, factor: float) -> Curve:
-        """The curve of a device that is as much faster."""
+        """The curve of a device that is faster by this factor."""
         return Curve(tuple((size, rate * factor) for size, rate in self.points))
 
 
 def curve(points: Iterable[tuple[float, float]]) -> Curve:
-    """The curve of points in any order: of several with one size, the geometric mean; and no work takes longer than
-    more of it, as noise has it where launches are what takes the time."""
+    """The curve of points in any order: of several with one size, the geometric mean. Smaller work never takes longer,
+    as it might by noise where launches dominate."""
     rates: dict[float, list[float]] = {}
     for size, rate in points:
         rates.setdefault(size, []).append(rate)
@@ -62,14 +62,14 @@ def curve(points: Iterable[tuple[float, float]]) -> Curve:
 
 @dataclass(frozen=True)
 class Achieved:
-    """What a device achieves.
+    """Rates that a device achieves.
 
     Attributes:
         matmul: operations per second of matmuls by their operations, by dtype: ``"bfloat16"`` (float16 too),
             ``"tf32"``, ``"float32"`` (without TF32).
         memory: bytes per second of elementwise kernels, by bytes read and written.
         attention, attention_backward: as `matmul`; that of TF32 is that of float32.
-        basis: where it comes from, for reports.
+        basis: source of the rates, for reports.
         quality: ``"measured"``, or ``"guess"`` for rates in proportion to another device's.
     """
 
@@ -101,7 +101,7 @@ class Achieved:
         return None if found is None else found.seconds(operations)
 
     def scaled(self, compute: Callable[[str], float], memory: float, basis: str) -> Achieved:
-        """What a device would achieve whose rates are in proportion: matmuls of a dtype by ``compute(dtype)``."""
+        """The rates of a device in proportion to this one: matmuls of a dtype by ``compute(dtype)``."""
 
         def faster(curves: Mapping[str, Curve]) -> dict[str, Curve]:
             return {dtype: this.times(compute(dtype)) for dtype, this in curves.items()}

@@ -102,8 +102,8 @@ def _split_parts(free: tuple[int, ...], torus: tuple[int, ...], size: int) -> li
 
 
 def lay_out(devices: np.ndarray, assignment: Assignment) -> np.ndarray:
-    """The devices, given in the shape of the torus, in the shape of the mesh. Of a torus axis that is split, the later
-    logical axes have the neighbours."""
+    """The devices, given in the shape of the torus, in the shape of the mesh. If a torus axis is split, the later
+    logical axes get its neighbours."""
     parts = np.array(assignment).reshape(len(assignment), devices.ndim)
     pieces = devices.reshape([int(d) for torus_axis in range(devices.ndim) for d in parts[:, torus_axis]])
     order = [

@@ -1,8 +1,8 @@
 """Dynamo variable trackers for meshes, groups and placements, active only while Dynamo traces for our backend.
 
 torch treats meshes and process groups as *opaque references* (inputs of the graph) and placements as *opaque values*
-(constants), and creates all of their trackers in one factory. While our backend traces, that factory consults
-`ENTRIES` first (`compat.dynamo.tracing` documents the scope). Our trackers extend torch's, so that what works with
+(constants), and creates all of their trackers in one factory. While our backend traces, that factory consults `ENTRIES`
+first (`compat.dynamo.tracing` documents the scope). Our trackers extend torch's, so that everything that works with
 those works with these, and differ in three respects: members follow a table (`member_rules`), an object that a member
 or a node returns has a source, and state that torch leaves unguarded is guarded.
 

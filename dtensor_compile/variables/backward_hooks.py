@@ -1,4 +1,4 @@
-"""Backward passes run by the program itself, and hooks on gradients.
+"""Backward passes that the program runs itself, and hooks on gradients.
 
 ``backward()`` and ``torch.autograd.grad`` inside a region become part of its graph, and so do backward hooks of
 modules."""

@@ -1,9 +1,9 @@
 """Polyfills of the communicating functions of ``torch.distributed``.
 
-A polyfill is a Python function with the same arguments that Dynamo traces in place of torch's. It resolves what the
-call means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``. In the
-graph an operation is complete as soon as it is called, so that the `Work` of an asynchronous call has nothing left to
-do; the lowering makes it start early and wait late.
+A polyfill is a Python function with the same arguments that Dynamo traces in place of torch's. It resolves the
+arguments of the call on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``.
+In the graph an operation is complete as soon as it is called, so that the `Work` of an asynchronous call has nothing
+left to do; the lowering makes it start early and wait late.
 
 `POLYFILLS` has those of functions, ``group_methods.py`` those of methods of process groups; ``collective_calls.py``
 calls them.

@@ -1,9 +1,9 @@
 """``CommDebugMode`` in a program, with the counts of eager.
 
-The counts are constants of the compiled code: what eager sends in the scope follows from the guards of the code. The
-graph may send less, since equal redistributions are shared and inverse ones cancel; what it sends is in
-``dtensor_compile.record()``. The mode does not follow modules here: all counts are those of "Global", and methods that
-need more (``generate_comm_debug_tracing_table``) break the graph.
+The counts are constants of the compiled code: the collectives of eager in the scope follow from the guards of the code.
+The graph may send less, since equal redistributions are shared and inverse ones cancel; ``dtensor_compile.record()``
+shows its collectives. The mode does not follow modules here: all counts are those of "Global", and methods that need
+more (``generate_comm_debug_tracing_table``) break the graph.
 """
 
 from __future__ import annotations

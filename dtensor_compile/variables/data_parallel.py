@@ -89,10 +89,10 @@ def _broadcast_buffers(tensors, group):
     for tensor in tensors:
         together.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
-        for alike in together.values():
-            whole = torch.cat([tensor.reshape(-1) for tensor in alike])
+        for bucket in together.values():
+            whole = torch.cat([tensor.reshape(-1) for tensor in bucket])
             broadcast(whole, group=group, group_src=0)
-            for tensor, part in zip(alike, whole.split([tensor.numel() for tensor in alike])):
+            for tensor, part in zip(bucket, whole.split([tensor.numel() for tensor in bucket])):
                 tensor.copy_(part.view_as(tensor))
 
 
@@ -104,7 +104,7 @@ def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: b
     """Averages the gradients of the parameters of `module` from here on; once per frame, even if it is called often.
 
     If gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer averages
-    what autograd accumulates; it is set up for that after the graph has run.
+    the gradients that autograd accumulates; it is set up for that after the graph has run.
     """
     if ddp.needs_reducer(owner) or not in_sync:
         call_after_graph(tx, functools.partial(ddp.arm_reducer, weakref.ref(owner)), [])
@@ -221,7 +221,7 @@ def _call_wrapped(
     tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """``module(*args, **kwargs)`` of a module that ``torch.compile`` wrapped before ``fully_shard`` did: Dynamo knows
-    the class of the first alone."""
+    only the class of the first wrapper."""
     return function_variable(torch.nn.Module._call_impl).call_function(tx, args, kwargs)
 
 

@@ -3,7 +3,7 @@
 If a guard fixes an object, its members are fixed too. A table has a row per name, with one of these rules:
 
 - `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members
-  without side effects whose result follows from what is guarded.
+  without side effects whose result follows from guarded facts.
 - `ASK`: as `BAKE`, with a guard on the answer, which may change between calls of the program.
 - `READ`: data with a source, under guards of its own.
 - `INLINE`: traced like any other Python code.
@@ -51,7 +51,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 
 
 class MemberRule(enum.Enum):
-    """How a member of an object is traced."""
+    """Rule for tracing a member of an object."""
 
     BAKE = enum.auto()
     ASK = enum.auto()

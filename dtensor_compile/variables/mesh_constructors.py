@@ -254,8 +254,8 @@ def wrap_local(
 
 
 def wrap_made(local: torch.Tensor, mesh: DeviceMesh, *spec: Any) -> DTensor:
-    """`wrap_local` for what torch, not the program, created as a part of a DTensor; gives passes its global
-    metadata.
+    """`wrap_local` for a local tensor that torch, not the program, created as a part of a DTensor; gives passes its
+    global metadata.
     """
     made = wrap_local(local, mesh, *spec)
     mark(local, local_and_spec(made)[1])

@@ -40,7 +40,7 @@ Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 
 
 @dataclass(frozen=True, eq=False)
-class Say:
+class DeferredCall:
     """A call with positional and keyword arguments, as a function of positional arguments only.
 
     Attributes:
@@ -58,7 +58,7 @@ class Say:
         self.function(self.place, *values[:count], **dict(zip(self.names, values[count:])))
 
 
-def _say(
+def _call_after_graph(
     tx: Translator, what: str, function: Callable[..., None], arguments: Arguments, up: int = 0
 ) -> VariableTracker:
     """Calls ``function(place, *args, **kwargs)`` after the graph has run. (``file=`` of ``print`` is looked up
@@ -77,7 +77,7 @@ def _say(
             f"backend='dtensor' calls {what} after the graph has run, and can defer tensors, constants, meshes, "
             "groups, placements, and lists of those, outside of checkpointed regions.",
         )
-    call_after_graph(tx, Say(function, place(tx, up), tuple(kwargs)), values)
+    call_after_graph(tx, DeferredCall(function, place(tx, up), tuple(kwargs)), values)
     return build(tx, None)
 
 
@@ -117,7 +117,7 @@ def _log_to_root(at: ArgumentPlace, level: int, message: Any, *args: Any, extra:
 def _handle_print(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    return _say(tx, "print", _print, (args, kwargs))
+    return _call_after_graph(tx, "print", _print, (args, kwargs))
 
 
 def _handle_warn(
@@ -129,7 +129,7 @@ def _handle_warn(
     if not named.keys() <= {"message", "category", "stacklevel", "source"} or "message" not in named:
         return stock.call_function(tx, args, kwargs)
     level = constant_argument(named.pop("stacklevel")) if "stacklevel" in named else 1
-    return _say(tx, "warnings.warn", _warn, ([named.pop("message")], named), up=level - 1)
+    return _call_after_graph(tx, "warnings.warn", _warn, ([named.pop("message")], named), up=level - 1)
 
 
 #: Methods of loggers and functions of ``logging``, with their level; the level of ``log`` is its first argument.
@@ -161,7 +161,7 @@ def _handle_logger(
         return None  # a user-defined subclass that overrides the method
     up = constant_argument(kwargs.pop("stacklevel")) - 1 if "stacklevel" in kwargs else 0
     function = _LogTo(real)
-    return _say(tx, f"{real.name}.{name}", function, (_levelled(tx, name, args), kwargs), up)
+    return _call_after_graph(tx, f"{real.name}.{name}", function, (_levelled(tx, name, args), kwargs), up)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +194,7 @@ def _handle_log_function(name: str) -> Retrack:
     ) -> VariableTracker:
         if is_ignored(stock) or not kwargs.keys() <= {"extra"}:
             return stock.call_function(tx, args, kwargs)
-        return _say(tx, f"logging.{name}", _log_to_root, (_levelled(tx, name, args), kwargs))
+        return _call_after_graph(tx, f"logging.{name}", _log_to_root, (_levelled(tx, name, args), kwargs))
 
     return handle_calls(call)
 

@@ -52,7 +52,7 @@ def _without(name):
     try:
         yield
     finally:
-        of.hooks, of._told = before, False
+        of.hooks, of._warned = before, False
 
 
 @on_ranks(2)
@@ -65,7 +65,7 @@ def test_the_installed_release_has_every_hook_also_while_it_compiles():
     assert {name: found for name, of in FEATURES.items() if (found := of.problems())} == {}
 
 
-def test_every_supported_parameter_list_is_told_apart():
+def test_every_supported_parameter_list_is_distinguished():
     place = "torch._functorch.partitioners:functionalize_rng_ops"
     assert hook(place, "joint_module fw_module bw_module num_sym_nodes").problem() is None
     assert hook(place, "joint_module ...").problem() is None

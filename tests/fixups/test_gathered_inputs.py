@@ -27,11 +27,11 @@ def fixed_inputs(monkeypatch, **options):
     found = []
     inner = torch._inductor.compile_fx.get_static_input_idxs
 
-    def told(count):
+    def static_indices(count):
         found.append(inner(count))
         return found[-1]
 
-    monkeypatch.setattr(torch._inductor.compile_fx, "get_static_input_idxs", told)
+    monkeypatch.setattr(torch._inductor.compile_fx, "get_static_input_idxs", static_indices)
     model = Root()
     for module in (model.block, model):
         fully_shard(module, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))

@@ -42,8 +42,8 @@ def both(name, rows, options):
             results = function(x)
             sum_of_squares(results).backward()
         shared = results[0].to_local().untyped_storage().data_ptr()
-        alike = [r.to_local().untyped_storage().data_ptr() == shared for r in results]
-        found.append([described(results), alike, x.grad.full_tensor().tolist(), x.grad.placements])
+        same_memory = [r.to_local().untyped_storage().data_ptr() == shared for r in results]
+        found.append([described(results), same_memory, x.grad.full_tensor().tolist(), x.grad.placements])
     return found
 
 

@@ -160,19 +160,19 @@ def test_a_gpu_of_ones_own_is_what_times_rest_on(tmp_path):
 
 def test_a_model_that_does_not_fit(capsys):
     status = main(["plan", f"{HERE}large", "--mesh", "tp=2", "--optimizer", "adamw"])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert status == 1
-    text = " ".join(said.out.split())
+    text = " ".join(output.out.split())
     assert "does not fit: 320.06 GiB of 80.00 GiB, 240.06 GiB too much; most of it: optimizer states 128.00 GiB" in text
     assert "Shard optimizer states over more ranks" in text
-    assert said.err == "the step does not fit into NVIDIA H100 80GB HBM3\n"
+    assert output.err == "the step does not fit into NVIDIA H100 80GB HBM3\n"
 
 
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert main(["plan", f"{HERE}tensor_parallel", "--mesh", "tp=2", "--gpu", "a100", "--json", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "fits: " in said and "of 80.00 GiB" in said and "NVIDIA A100" in said
+    output = capsys.readouterr().out
+    assert "fits: " in output and "of 80.00 GiB" in output and "NVIDIA A100" in output
     plan = from_json(file.read_text())
     assert plan.cluster == "a100" and plan.memory.fixed == 2 * (4096 * 1024 * 2 + 16 * 1024 * 8)
 
@@ -195,5 +195,5 @@ def test_programs_that_cannot_be_planned(arguments, message, capsys):
 
     name, *rest = arguments
     assert main(["plan", HERE + name, "--mesh", "tp=2", *rest]) == 2
-    said = capsys.readouterr().err
-    assert re.search(message, said) and len(said.strip().splitlines()) == 1, said
+    output = capsys.readouterr().err
+    assert re.search(message, output) and len(output.strip().splitlines()) == 1, output

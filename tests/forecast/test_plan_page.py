@@ -91,8 +91,8 @@ def test_text_of_the_program_is_escaped(plan):
 def in_browser(page, script, tmp_path):
     """What an expression gives in the page, once it is loaded."""
     file = tmp_path / "page.html"
-    told = f"<script>addEventListener('load', () => {{ {script} }})</script></body>"
-    file.write_text(page.replace("</body>", told))
+    script_of_page = f"<script>addEventListener('load', () => {{ {script} }})</script></body>"
+    file.write_text(page.replace("</body>", script_of_page))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
     done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     return re.search(r"<title>(.*?)</title>", done.stdout)[1]

@@ -71,10 +71,10 @@ def test_the_command(tmp_path, capsys):
         str(file),
     ]
     assert main([*command, "--sweep", "width=64,128,262144", "--set=checkpoint=on"]) == 0
-    said = " ".join(re.sub("[^ -~]", " ", capsys.readouterr().out).split())
-    assert "3 plans" in said and "best: dp=1,tp=2 width=64" in said
-    assert re.search(r"next best: dp=1,tp=2 width=128, \d+\.\d% slower", said)
-    assert "does not" in said and "too much" in said
+    output = " ".join(re.sub("[^ -~]", " ", capsys.readouterr().out).split())
+    assert "3 plans" in output and "best: dp=1,tp=2 width=64" in output
+    assert re.search(r"next best: dp=1,tp=2 width=128, \d+\.\d% slower", output)
+    assert "does not" in output and "too much" in output
     found = json.loads(file.read_text())
     assert [this["plan"]["memory"]["fits"] for this in found] == [True, True, False]
 

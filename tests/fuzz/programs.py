@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from dtensor_compile.store.ledger import current_book
+from dtensor_compile.store.ledger import current_ledger
 from dtensor_compile.testing import Difference, compare_values, make_mesh
 from dtensor_compile.testing.bisect import pass_names
 from dtensor_compile.testing.parity import Allowed, Case, Settings, of_all_ranks, sum_of_squares
@@ -428,7 +428,7 @@ class RefusedBySome(Exception):
 def _attempt(run: Callable[[], dict[str, Any]]) -> Any:
     try:
         return run()
-    except Exception:  # noqa: BLE001 - told to the other ranks
+    except Exception:  # noqa: BLE001 - reported to the other ranks
         return traceback.format_exc()[-2500:]
 
 
@@ -441,23 +441,23 @@ def _raise_if_refused(result: Any) -> None:
     Raises:
         RefusedBySome: eager raised on some ranks only; the job is of no use any more.
     """
-    book, said = current_book(), "refused" if isinstance(result, str) else "ran"
-    if book is not None:
+    ledger, outcome = current_ledger(), "refused" if isinstance(result, str) else "ran"
+    if ledger is not None:
         everyone = tuple(range(dist.get_world_size()))
-        number = _asked[book.epoch] = _asked.get(book.epoch, 0) + 1
-        keys = [book.key(everyone, "refused", number, rank) for rank in everyone]
-        book.store.set(keys[dist.get_rank()], said)
+        number = _asked[ledger.epoch] = _asked.get(ledger.epoch, 0) + 1
+        keys = [ledger.key(everyone, "refused", number, rank) for rank in everyone]
+        ledger.store.set(keys[dist.get_rank()], outcome)
         try:
-            book.store.wait(keys, PATIENCE)
+            ledger.store.wait(keys, PATIENCE)
         except RuntimeError:  # which one depends on the store
             raise RefusedBySome(result if isinstance(result, str) else "another rank did not finish in eager") from None
-        if {book.store.get(key) for key in keys} == {b"ran", b"refused"}:
+        if {ledger.store.get(key) for key in keys} == {b"ran", b"refused"}:
             raise RefusedBySome(result if isinstance(result, str) else "another rank raised in eager")
     if isinstance(result, str):
         raise Refused(result)
 
 
-#: How often ranks have asked each other, by the epoch of the job's book.
+#: How often ranks have asked each other, by the epoch of the job's ledger.
 _asked: dict[int, int] = {}
 
 #: How long a rank waits for what eager does on the others.

@@ -35,9 +35,11 @@ def judge(program: Program, variants: list[str], kernels: str) -> tuple[str, lis
     try:
         return run_on_ranks(program.world, verdict, program, variants, kernels, timeout=280)[0]
     except RankError as error:
-        told = str(error)
-        result = "refused" if RefusedBySome.__name__ in told else "no answer" if "no answer" in told else "differs"
-        return result, [told]
+        message = str(error)
+        result = (
+            "refused" if RefusedBySome.__name__ in message else "no answer" if "no answer" in message else "differs"
+        )
+        return result, [message]
 
 
 def reduced(program: Program, variants: list[str], kernels: str, tries: int = 25) -> Program:
@@ -78,11 +80,11 @@ def main() -> int:
             counts[result] += 1
             if result in ("differs", "no answer"):
                 small = program if args.no_reduce or result == "no answer" else reduced(program, variants, args.kernels)
-                told = f"\n==== seed {seed}\n{small}\n" + "\n".join(found[:6])[-3500:]
-                print(told, flush=True)
+                message = f"\n==== seed {seed}\n{small}\n" + "\n".join(found[:6])[-3500:]
+                print(message, flush=True)
                 if args.save:
                     with args.save.open("a") as file:
-                        file.write(told + "\n")
+                        file.write(message + "\n")
         print(f"{sum(counts.values())} programs in {time.monotonic() - begin:.0f} s: {dict(counts)}", flush=True)
     return 1 if counts["differs"] or counts["no answer"] else 0
 

@@ -35,7 +35,7 @@ accelerator.backward(model(torch.ones(2, SIZE) * accelerator.process_index).sum(
 gradient = next(model.parameters()).grad[0, 0].item()
 plugin = accelerator.state.dynamo_plugin
 compiled = counters["stats"]["unique_graphs"] > 0
-print("told", __name__, sys.argv[1:], plugin.backend.value, accelerator.num_processes, gradient, compiled)
+print("launched", __name__, sys.argv[1:], plugin.backend.value, accelerator.num_processes, gradient, compiled)
 """
 
 
@@ -70,11 +70,11 @@ def launched(module, arguments, world=1, cwd=None):
         command = [sys.executable, "-W", "ignore", "-m", module, *OPTIONS, *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, cwd=cwd, **pipes))
-    said = []
+    output = []
     for process in started:
         out, err = process.communicate(timeout=200)
-        said.append([line for line in out.splitlines() if line.startswith("told")] or [err])
-    return said
+        output.append([line for line in out.splitlines() if line.startswith("launched")] or [err])
+    return output
 
 
 def test_accelerate_itself_refuses_the_name(script):
@@ -82,15 +82,15 @@ def test_accelerate_itself_refuses_the_name(script):
 
 
 def test_a_script_is_started_with_the_name_on_each_rank(script):
-    said = launched(FRONT, [script, "--epochs", "3"], world=2)
-    assert said == [["told __main__ ['--epochs', '3'] DTENSOR_ATEN 2 1.0 True"]] * 2
+    output = launched(FRONT, [script, "--epochs", "3"], world=2)
+    assert output == [["launched __main__ ['--epochs', '3'] DTENSOR_ATEN 2 1.0 True"]] * 2
 
 
 def test_a_module_is_started_with_the_name(script):
-    (said,) = launched(FRONT, ["-m", "train", "--epochs", "3"], cwd=script.parent)
-    assert said == ["told __main__ ['--epochs', '3'] DTENSOR_ATEN 1 0.0 True"]
+    (output,) = launched(FRONT, ["-m", "train", "--epochs", "3"], cwd=script.parent)
+    assert output == ["launched __main__ ['--epochs', '3'] DTENSOR_ATEN 1 0.0 True"]
 
 
 def test_another_program_than_python_is_an_error(script):
-    (said,) = launched(FRONT, ["--no_python", "true"])
-    assert "--no_python starts no Python" in said[0]
+    (output,) = launched(FRONT, ["--no_python", "true"])
+    assert "--no_python starts no Python" in output[0]

@@ -1,9 +1,9 @@
 """torchtitan's mixtures of experts, with experts on both ranks: its own `apply_compile` and whole models train as in
 eager.
 
-torchtitan runs them on GPUs alone. What keeps eager from a CPU has a form here that runs there, for eager and compiled
-code alike: the counts of tokens (`torch.histc` of integers), the order of tokens by expert (a Triton kernel), and sums
-over ranks on gloo.
+torchtitan runs them on GPUs alone. What keeps eager from a CPU has a form here that runs there, for both eager and
+compiled code: the counts of tokens (`torch.histc` of integers), the order of tokens by expert (a Triton kernel), and
+sums over ranks on gloo.
 """
 
 import unittest.mock

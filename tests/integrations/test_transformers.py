@@ -77,10 +77,10 @@ def experts(kind, sizes, crowded):
     losses, gradients, sent = _trained(_model(kind, placed, crowded), False, 3)
     torch._dynamo.reset()
     graphs()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours, our_gradients, our_sent = _trained(_model(kind, placed, crowded), True, 3)
-    assert not [str(w.message) for w in said if "dropped" in str(w.message)]
+    assert not [str(w.message) for w in caught if "dropped" in str(w.message)]
     torch.testing.assert_close(ours, losses)
     torch.testing.assert_close(our_gradients, gradients)
     found, breaks = graphs()

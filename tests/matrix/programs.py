@@ -100,7 +100,7 @@ def check(operator: str, mesh: tuple[int, ...], which: Sequence[int] = range(PAI
     if not eager.refused:
         try:
             found = [str(d) for d in compare_locally(case, program.world, settings, eager).differences]
-        except Exception:  # noqa: BLE001 - told with the pair that does it
+        except Exception:  # noqa: BLE001 - reported with the pair that does it
             found = [traceback.format_exc()[-1500:]]
         if not found:
             return Outcome(equal=list(which))
@@ -114,8 +114,8 @@ def check(operator: str, mesh: tuple[int, ...], which: Sequence[int] = range(PAI
         rest = [n for n in which if n not in none]
         halves = [Outcome(refused=none), *([check(operator, mesh, rest)] if none and rest else [])]
         if not none:
-            told = f"eager runs each of {list(which)}, and not all in one program: {eager.refused}"
-            return Outcome(wrong={which[0]: [told]})
+            message = f"eager runs each of {list(which)}, and not all in one program: {eager.refused}"
+            return Outcome(wrong={which[0]: [message]})
     else:
         halves = [check(operator, mesh, half) for half in (which[: len(which) // 2], which[len(which) // 2 :])]
     total = Outcome()

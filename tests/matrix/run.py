@@ -55,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             operator, mesh, outcome, seconds = future.result()
             counts = [len(outcome.equal), len(outcome.refused), len(outcome.wrong)]
             sums, cpu = [a + b for a, b in zip(sums, counts)], cpu + seconds
-            told = f"equal {counts[0]}, refused by eager {counts[1]}, wrong {counts[2]}, {seconds:.0f} s"
-            print(f"{operator:11} {'x'.join(map(str, mesh)):4} {told}", flush=True)
+            message = f"equal {counts[0]}, refused by eager {counts[1]}, wrong {counts[2]}, {seconds:.0f} s"
+            print(f"{operator:11} {'x'.join(map(str, mesh)):4} {message}", flush=True)
             for number, found in outcome.wrong.items():
                 print(f"    pair {number}: " + "\n        ".join(found[:3]), flush=True)
-    told = f"{sum(sums)} programs: {sums[0]} equal, {sums[1]} refused by eager, {sums[2]} wrong"
-    print(f"{told}; {time.monotonic() - begin:.0f} s, {cpu:.0f} s of CPU time")
+    message = f"{sum(sums)} programs: {sums[0]} equal, {sums[1]} refused by eager, {sums[2]} wrong"
+    print(f"{message}; {time.monotonic() - begin:.0f} s, {cpu:.0f} s of CPU time")
     return 1 if sums[2] else 0
 
 

@@ -179,11 +179,11 @@ def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan
         return errors
     wrong = []
     for k, ((source, target, shape), steps, full) in enumerate(zip(cases, plans, fulls)):
-        said, most = bytes_sent(steps, 1), max(sent[k, rank] for rank in layout.ranks)
+        planned, most = bytes_sent(steps, 1), max(sent[k, rank] for rank in layout.ranks)
         case = f"{source}->{target} {tuple(shape)} on {mesh_shape}: {[str(step) for step in steps]}"
         alone = sum(step.sends for step in steps) == 1  # of several, the busiest rank need not be the same
-        if most > said or alone and most < said - world:  # shares are rounded down
-            wrong.append(f"{case}: sends {most}, the plan says {said}")
+        if most > planned or alone and most < planned - world:  # shares are rounded down
+            wrong.append(f"{case}: sends {most}, the plan says {planned}")
         after = parse_spec(target)
         pending = [i for i, p in enumerate(after) if isinstance(p, Partial)]
         whole = tuple(Replicate() if isinstance(p, Partial) else p for p in after)

@@ -15,7 +15,7 @@ from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.planner.problem import Problem
 from dtensor_compile.planner.search import bytes_sent, collectives, plan
 from dtensor_compile.planner.shard_intervals import CUTS
-from dtensor_compile.planner.steps import moves
+from dtensor_compile.planner.steps import legal_steps
 from dtensor_compile.planner.torch_greedy import torch_steps
 from dtensor_compile.topology.network import Network
 from tests.ops.simulated import wrong_plans
@@ -94,7 +94,7 @@ def cheapest_of_all(problem, states):
                 towards = Problem(
                     state, goal, problem.mesh_shape, problem.shape, problem.divisors, problem.itemsize, problem.network
                 )
-                for step in moves(towards, state):
+                for step in legal_steps(towards, state):
                     if step.kind == "spread" and type(problem.start[step.mesh_dims[0]]) not in CUTS:
                         continue
                     key = step.after, int(step.sends)

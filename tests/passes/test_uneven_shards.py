@@ -77,7 +77,7 @@ def on_uneven_shards(world):
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_decide_alike_and_numbers_are_eagers(world):
+def test_ranks_make_the_same_decisions_and_numbers_are_eagers(world):
     first, *others = run_on_ranks(world, on_uneven_shards, world)
     assert all(other == first for other in others)
     wanted = [name for _, shape, name in PROGRAMS if shape[0] % world]

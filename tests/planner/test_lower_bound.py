@@ -1,4 +1,4 @@
-"""The bound of what has to be sent, against what plans send, and against what it is by hand."""
+"""The lower bound on sent elements, against the elements that plans send, and against values computed by hand."""
 
 import itertools
 import random
@@ -8,13 +8,13 @@ import pytest
 from dtensor_compile.errors import PlanError
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.planner import exchange
-from dtensor_compile.planner import steps as moves
-from dtensor_compile.planner.lower_bound import fewest_sent
+from dtensor_compile.planner import steps as plan_steps
+from dtensor_compile.planner.lower_bound import sent_lower_bound
 from dtensor_compile.planner.search import _plan, plan
 
 
-def fewest(source, target, mesh_shape, shape):
-    return fewest_sent(parse_spec(source), parse_spec(target), mesh_shape, shape)
+def bound(source, target, mesh_shape, shape):
+    return sent_lower_bound(parse_spec(source), parse_spec(target), mesh_shape, shape)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def fewest(source, target, mesh_shape, shape):
     ],
 )
 def test_the_average_rank_sends(source, target, mesh_shape, shape, elements):
-    assert fewest(source, target, mesh_shape, shape) == elements
+    assert bound(source, target, mesh_shape, shape) == elements
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_no_plan_sends_less(mesh_shape):
         except PlanError:
             continue
         rounded = sum(step.kind == "all_reduce" for step in steps)  # each leaves out the fraction of an element
-        assert sum(step.elements for step in steps) >= fewest(source, target, mesh_shape, shape) - rounded, (
+        assert sum(step.elements for step in steps) >= bound(source, target, mesh_shape, shape) - rounded, (
             source,
             target,
             shape,
         )
-        compared += fewest(source, target, mesh_shape, shape) > 0
+        compared += bound(source, target, mesh_shape, shape) > 0
     assert compared > 50
 
 
@@ -83,7 +83,7 @@ def test_on_512_ranks_few_tables_of_who_sends_what_are_made(monkeypatch, source,
     made = []
     stock = exchange._assign
     monkeypatch.setattr(exchange, "_assign", lambda *args: made.append(args) or stock(*args))
-    for remembers in (exchange.traffic, moves._detours, _plan):
+    for remembers in (exchange.traffic, plan_steps._detours, _plan):
         remembers.cache_clear()
     assert len(plan(source, target, (8, 64), shape)) == 1
     assert len(made) <= tables

@@ -260,7 +260,7 @@ def test_symbolic_sizes_take_steps_that_are_right_for_all():
 
 def test_topology_weighs_mesh_dims():
     slow, fast = Link(1e-5, 1e8), Link(1e-6, 1e11)
-    # Where all dims are alike one gather does; over a slow and a fast link it would send everything over the slow one.
+    # With equal links one gather does; over a slow and a fast link it would send everything over the slow one.
     assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096))) == 1
     assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096), network=Network((slow, fast)))) == 2
 
@@ -270,12 +270,12 @@ def test_planning_a_mesh_of_six_dims_looks_at_few_of_the_steps(monkeypatch):
     specs, counts = random.Random(1), []
 
     def counted(*args, **kwargs):
-        for step in moves(*args, **kwargs):
+        for step in legal_steps(*args, **kwargs):
             counts[-1] += 1
             yield step
 
-    moves = plan_module.moves
-    monkeypatch.setattr(plan_module, "moves", counted)
+    legal_steps = plan_module.legal_steps
+    monkeypatch.setattr(plan_module, "legal_steps", counted)
     for _ in range(12):
         source, target = (
             "".join(specs.choices(("R", "S(0)", "S(1)", "S(2)", "P(sum)")[: 4 if k else 5], k=6)) for k in (0, 1)

@@ -222,15 +222,15 @@ def test_mesh_argument(program):
 
 def test_graph_break_with_its_cause_and_what_it_splits(program, capsys):
     status, report = report_of("a_program.py:breaks", "--max-breaks", "0", "--no-backward")
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     (this,) = report.ours.breaks
     assert status == 1 and (this.cause, this.breaks_under, this.error) == ("value-of-data", "every backend", False)
     assert this.source.code == "if y.sum() > 0:" and this.source.before[-1].strip() == "y = model(x)"
     assert this.graphs == 2 and (this.collectives_before, this.collectives_after) == (2, 2)
-    first, second = said.err.splitlines()[-2:]
+    first, second = output.err.splitlines()[-2:]
     assert first == "--max-breaks 0: graph breaks 1, at most 0"
     assert re.search(r"a_program.py:\d+: \[value-of-data\] if y.sum\(\) > 0:", second)
-    assert "graph break [value-of-data]" in said.out and "splits the function into 2 graphs" in said.out
+    assert "graph break [value-of-data]" in output.out and "splits the function into 2 graphs" in output.out
 
 
 def test_stock_fails_where_this_backend_does_not(program, capsys):
@@ -249,9 +249,9 @@ def test_compilation_that_ends_with_an_error_is_shown_with_its_cause(program, ca
     (this,) = report.ours.breaks
     assert status == 2 and (this.cause, this.error, this.count) == ("value-of-data", True, 1)
     assert this.source.code == "if x.sum() > 0:"
-    said = capsys.readouterr()
-    assert "error [value-of-data]" in said.out
-    assert said.err == f"dtensor-compile report: a_program.py:one_graph raises: {report.ours.failed}\n"
+    output = capsys.readouterr()
+    assert "error [value-of-data]" in output.out
+    assert output.err == f"dtensor-compile report: a_program.py:one_graph raises: {report.ours.failed}\n"
 
 
 @pytest.mark.parametrize("function", ["step", "makes_step"])
@@ -284,10 +284,10 @@ MISPLACED = [
 @pytest.mark.parametrize("behind", MISPLACED, ids=" ".join)
 def test_an_option_behind_a_script_is_an_error_that_names_it(program, capsys, behind):
     assert main(["report", "script.py", *behind]) == 2
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     named = " and ".join(text.partition("=")[0] for text in behind if text.startswith("--"))
-    assert said.err.startswith(f"dtensor-compile report: {named} behind script.py: put options of this")
-    assert said.err.count("\n") == 1 and said.out == "" and not (program / "out.html").exists()
+    assert output.err.startswith(f"dtensor-compile report: {named} behind script.py: put options of this")
+    assert output.err.count("\n") == 1 and output.out == "" and not (program / "out.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -327,9 +327,9 @@ def test_save_and_compare(program, capsys):
     (program / "a_program.py").write_text(PROGRAM.replace("torch.ones(4, 8)", "torch.ones(6, 8)"))
     sys.modules.pop("a_program")
     assert main(same) == 1
-    said = capsys.readouterr()
-    assert "+ " in said.out and "of [6, 8] float32" in said.out
-    assert "--max-bytes +0%: bytes sent" in said.err and "return y.redistribute" in said.err
+    output = capsys.readouterr()
+    assert "+ " in output.out and "of [6, 8] float32" in output.out
+    assert "--max-bytes +0%: bytes sent" in output.err and "return y.redistribute" in output.err
 
 
 def test_times_that_are_compared_are_of_one_machine(program, capsys):
@@ -370,9 +370,11 @@ BAD = [
 @pytest.mark.parametrize("argv, says", BAD, ids=[" ".join(argv) for argv, _ in BAD])
 def test_bad_input_is_one_clear_line_and_status_2(program, capsys, argv, says):
     assert main(["report", *argv]) == 2
-    said = capsys.readouterr()
-    assert says in said.err and said.err.count("\n") == 1 and said.err.startswith("dtensor-compile report: "), said.err
-    assert "Traceback" not in said.err and said.out == ""
+    output = capsys.readouterr()
+    assert says in output.err and output.err.count("\n") == 1 and output.err.startswith("dtensor-compile report: "), (
+        output.err
+    )
+    assert "Traceback" not in output.err and output.out == ""
 
 
 def test_verbose_shows_the_traceback(program, capsys):
@@ -400,8 +402,8 @@ def test_the_tool_is_the_same_command(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [tool, "nowhere.py"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(tool, run_name="__main__")
-    *_, said = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and said.startswith("graph_break_report.py: there is no file 'nowhere.py'"), said
+    *_, output = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and output.startswith("graph_break_report.py: there is no file 'nowhere.py'"), output
 
 
 def test_torch_logs_prints_decisions_as_they_are_made(program):

@@ -147,7 +147,7 @@ class TestExcerpts:
 
 
 def test_the_command_writes_both(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "look_at", lambda *args, **kwargs: sample_report())
+    monkeypatch.setattr(command, "report_target", lambda *args, **kwargs: sample_report())
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
     assert command.main(["model.py:build", "--html", str(page), "--trace", str(trace)]) == 0
     assert page.read_text(encoding="utf-8") == to_html(sample_report())
@@ -156,7 +156,7 @@ def test_the_command_writes_both(tmp_path, monkeypatch, capsys):
 
 
 def test_a_file_that_cannot_be_written_is_one_clear_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "look_at", lambda *args, **kwargs: sample_report())
+    monkeypatch.setattr(command, "report_target", lambda *args, **kwargs: sample_report())
     assert command.main(["model.py:build", "--html", str(tmp_path / "none" / "report.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 
@@ -293,7 +293,7 @@ class TestInTheBrowser:
         assert sizes == sorted(sizes)
         assert "8 of 64 rows" in document
 
-    def test_layers_that_are_alike_are_one_row(self, tmp_path):
+    def test_equal_layers_are_one_row(self, tmp_path):
         document = opened(to_html(large_report(4)), tmp_path, "#redistributions.sort=-bytes")
         found = rows(document, "redistributions")
         assert len(found) == 16 and all("layers.*." in row and row.split()[0] == "4" for row in found)

@@ -42,18 +42,20 @@ def test_order_and_table_are_printed_and_files_written(model, tmp_path, capsys):
     folder = tmp_path / "out"
     options = ["--mesh", "tp=4", "--gpu", "a100", "--save", str(folder), "--max-spills", "0"]
     assert cli.main(["kernels", f"{model}:build", *options]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        said.startswith("graph 0, forward\n\noperator addmm\n") and "graph 1, backward" in said and "built" not in said
+        output.startswith("graph 0, forward\n\noperator addmm\n")
+        and "graph 1, backward" in output
+        and "built" not in output
     )
-    assert "start    all_reduce_ #0 float32[8, 64]\nwait     all_reduce_ #0\n" in said
-    assert "NVIDIA A100-SXM4-80GB, sm_80" in said
+    assert "start    all_reduce_ #0 float32[8, 64]\nwait     all_reduce_ #0\n" in output
+    assert "NVIDIA A100-SXM4-80GB, sm_80" in output
     names = sorted(path.name for path in folder.iterdir())
     assert {"0_forward.py", "1_backward.py"} < set(names)
     assert (
         sum(name.endswith(".cubin") for name in names)
         == sum(name.endswith(".ptx") for name in names)
-        == said.count("XBLOCK")
+        == output.count("XBLOCK")
         > 0
     )
 

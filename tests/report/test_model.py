@@ -37,9 +37,11 @@ def test_what_does_not_fit_is_refused_by_the_schema():
 
 def test_pages_are_up_to_date():
     tool = [sys.executable, str(ROOT / "tools" / "docs.py"), "--check"]  # other tests add features to this process
-    said = subprocess.run(tool, capture_output=True, text=True, check=True).stdout.split()
+    differing = subprocess.run(tool, capture_output=True, text=True, check=True).stdout.split()
     primary = torch.__version__.startswith("2.13.")  # other releases have other functions to replace
-    assert set(said) <= (set() if primary else {"patches.md"}), f"run python tools/docs.py: {said} are out of date"
+    assert set(differing) <= (set() if primary else {"patches.md"}), (
+        f"run python tools/docs.py: {differing} are out of date"
+    )
 
 
 @pytest.mark.parametrize(

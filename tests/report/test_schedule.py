@@ -65,42 +65,43 @@ def test_spans():
 # ---- what did not happen -------------------------------------------------------------------------------------------
 
 
-def said(operations, *collectives):
+def missed_in(operations, *collectives):
     graph = GraphRecord("forward", list(collectives), list(operations))
     return [(d.kind, d.reason) for d in missed(graph, schedule(graph.operations, graph.collectives, UNIT))]
 
 
 def test_why_it_is_not_hidden():
-    ((kind, reason),) = said([starts(0), waits(0)], gather(5))
+    ((kind, reason),) = missed_in([starts(0), waits(0)], gather(5))
     assert (
         kind == "overlap"
         and "nothing stands between its start and its wait" in reason
         and "5000.00 ms exposed" in reason
     )
-    ((kind, reason),) = said([starts(0), computes(3), waits(0)], gather(5))
+    ((kind, reason),) = missed_in([starts(0), computes(3), waits(0)], gather(5))
     assert (
         kind == "overlap" and reason.startswith("3000.00 ms of compute stand between") and "2000.00 ms more" in reason
     )
 
 
 def test_hidden_needs_no_reason():
-    assert said([starts(0), computes(6, "aten.mm"), waits(0), computes(1, "aten.mm")], gather(5)) == []
+    assert missed_in([starts(0), computes(6, "aten.mm"), waits(0), computes(1, "aten.mm")], gather(5)) == []
 
 
 def test_matmul_beside_it_is_not_decomposed():
     kinds = [
-        kind for kind, _ in said([starts(0), waits(0), computes(0, "aten.clone"), computes(4, "aten.mm")], gather(5))
+        kind
+        for kind, _ in missed_in([starts(0), waits(0), computes(0, "aten.clone"), computes(4, "aten.mm")], gather(5))
     ]
     assert kinds == ["overlap", "decompose_matmul"]
     far = [starts(0), waits(0), *(computes(1) for _ in range(9)), computes(4, "aten.mm")]
-    assert [kind for kind, _ in said(far, gather(5))] == ["overlap"]
+    assert [kind for kind, _ in missed_in(far, gather(5))] == ["overlap"]
 
 
 def test_small_ones_that_follow_each_other_are_not_bucketed():
     operations = [starts(0), waits(0), computes(1), starts(1), waits(1)]
-    ((kind, reason),) = [row for row in said(operations, gather(5), gather(7)) if row[0] == "bucket"]
+    ((kind, reason),) = [row for row in missed_in(operations, gather(5), gather(7)) if row[0] == "bucket"]
     assert "send 12 bytes together" in reason
-    assert "bucket" not in [kind for kind, _ in said(operations, gather(5), gather(2 << 20))]
+    assert "bucket" not in [kind for kind, _ in missed_in(operations, gather(5), gather(2 << 20))]
 
 
 # ---- times ---------------------------------------------------------------------------------------------------------

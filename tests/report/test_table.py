@@ -54,7 +54,7 @@ def test_graph_breaks_of_the_first_screen_are_those_of_the_list(program, places,
     text, page = text_of(report), to_html(report)
     assert text.count("graph break [") == places == len(report.ours.breaks)
     assert sum(map(int, re.findall(r"\(met (\d+) times\)", text))) == (met if met > places else 0)
-    said = f"{places}, met {met} times" if met > places else str(places)
+    expected = f"{places}, met {met} times" if met > places else str(places)
     assert (met > places) == (program is break_in_a_layer)
-    assert cell(report, "graph breaks") == said
-    assert re.search(r"<dt>graph breaks</dt>\s*<dd class=\"now\">(.*?)</dd>", page)[1] == said
+    assert cell(report, "graph breaks") == expected
+    assert re.search(r"<dt>graph breaks</dt>\s*<dd class=\"now\">(.*?)</dd>", page)[1] == expected

@@ -57,7 +57,7 @@ def test_a_name_that_is_given_to_other_memory_is_no_collective_any_more():
     assert [this.between for this in written_collectives(code)][0] == ["cpp_fused_add_0"]
 
 
-def test_a_collective_that_nothing_waits_for_is_told():
+def test_a_collective_that_nothing_waits_for_is_reported():
     code = CODE.replace("torch.ops._c10d_functional.wait_tensor.default(buf4)\n", "pass\n")
     (this,) = [this for this in written_collectives(code) if not this.is_waited]
     assert this.name == "reduce_scatter_tensor" and len(this.between) == 3

@@ -34,7 +34,7 @@ from dtensor_compile.report.build_command import share
 from dtensor_compile.runtime import artifacts
 from dtensor_compile.runtime.artifacts import MANIFEST, ArtifactsError, made_for, shared_rank, write
 from dtensor_compile.stages import program
-from dtensor_compile.stages.compiling import what_code_needs
+from dtensor_compile.stages.compiling import code_header
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 RANKS = 4
@@ -189,7 +189,7 @@ def test_code_makes_known_what_it_needs():
     def code(*arguments, operator=torch.ops._c10d_functional.all_reduce.default):
         graph = torch.fx.Graph()
         graph.output(graph.call_function(operator, (graph.placeholder("x"), *arguments)))
-        return what_code_needs(torch.fx.GraphModule({}, graph))
+        return code_header(torch.fx.GraphModule({}, graph))
 
     assert code("sum", "0") == []
     assert code("sum", name) == ["from dtensor_compile.ir.known_groups import know_group", f"know_group({name!r})"]
@@ -273,9 +273,9 @@ def test_a_rank_takes_the_caches_of_the_rank_whose_graphs_it_shares(folder):
 
 
 def test_a_program_that_was_not_built(folder):
-    told = "it is not among the programs that were built; the most similar has other "
-    assert refused(folder, "a.b.x") == told + "code"
-    assert refused(folder, "x.y.c") == told + "options and shapes, placements or meshes of its inputs"
+    message = "it is not among the programs that were built; the most similar has other "
+    assert refused(folder, "a.b.x") == message + "code"
+    assert refused(folder, "x.y.c") == message + "options and shapes, placements or meshes of its inputs"
 
 
 def test_what_is_part_of_a_program():
@@ -303,14 +303,14 @@ def test_a_process_group_of_other_ranks(folder):
 
 
 @pytest.mark.parametrize(
-    "key, value, told",
+    "key, value, message",
     [("torch", "1.0", "torch 1.0, here"), ("ranks", 8, "ranks 8, here 2"), ("CPU threads", 99, "CPU threads 99, here")],
 )
-def test_another_release_job_or_machine(folder, key, value, told):
+def test_another_release_job_or_machine(folder, key, value, message):
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["made_for"][key] = value
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    assert told in refused(folder)
+    assert message in refused(folder)
 
 
 def test_a_damaged_or_missing_manifest(folder):
@@ -509,8 +509,8 @@ def test_what_was_built_without_a_job_serves_the_ranks_of_one(tmp_path):
     monkeypatched = pytest.MonkeyPatch()
     with monkeypatched.context() as context:
         context.setenv("OMP_NUM_THREADS", "1")
-        told = run("dtensor_compile.cli", "build", "target.py:built", "--mesh", "tp=2", "-o", "artifacts")
-        assert "1 program for 2 ranks" in told and "1 with the same graphs on all ranks, 1 compiled" in told
+        message = run("dtensor_compile.cli", "build", "target.py:built", "--mesh", "tp=2", "-o", "artifacts")
+        assert "1 program for 2 ranks" in message and "1 with the same graphs on all ranks, 1 compiled" in message
         context.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
         printed = run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py", "artifacts")
     found = sorted(json.loads(line) for line in printed.splitlines() if line.startswith("["))

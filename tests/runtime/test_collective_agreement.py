@@ -156,10 +156,10 @@ def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
     dtype = {"forward": torch.float64, "backward": torch.float32}.get(which, torch.float16)
     columns = 5 if which == "backward of one rank" else 3
     x = distribute_tensor(torch.ones(5, columns, dtype=dtype), make_mesh((3,), ("tp",)), [Shard(1)]).requires_grad_()
-    said = "nothing to lower it to"
+    message = "nothing to lower it to"
     if rank != 2:
-        said = f"rank 2 could not compile .* all_reduce.*Rank 2 said: ValueError: {said}"
-    with with_run(lowered, "LOWER", "lower_redistributions", lower), pytest.raises(Exception, match=said):
+        message = f"rank 2 could not compile .* all_reduce.*Rank 2 said: ValueError: {message}"
+    with with_run(lowered, "LOWER", "lower_redistributions", lower), pytest.raises(Exception, match=message):
         step(x)
     step(x)  # the job still runs
     torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, columns), columns**-0.5, dtype=dtype))
@@ -244,11 +244,11 @@ def test_a_backward_that_one_rank_compiles_with_its_forward():
 
 
 @contextlib.contextmanager
-def warnings_told():
+def warnings_logged():
     """Gathers the warnings about other ranks."""
-    told = []
-    with unittest.mock.patch.object(agree.log, "warning", lambda text, *args: told.append(text % args)):
-        yield told
+    messages = []
+    with unittest.mock.patch.object(agree.log, "warning", lambda text, *args: messages.append(text % args)):
+        yield messages
 
 
 @contextlib.contextmanager
@@ -258,8 +258,8 @@ def quiet(seconds):
         unittest.mock.patch.multiple(agree, PATIENCE=0.5, QUIET=seconds),
         unittest.mock.patch.object(look_out, "PAUSE", 0.1),
     )
-    with patches[0], patches[1], warnings_told() as told:
-        yield told
+    with patches[0], patches[1], warnings_logged() as messages:
+        yield messages
 
 
 @pytest.mark.parametrize("when", ["before it compiles", "while it compiles", "in eager"])
@@ -278,24 +278,24 @@ def test_a_rank_that_comes_late_is_no_alarm(when):
     def function(x):
         return x.full_tensor() * rows
 
-    with quiet(60.0) as told, with_run(lowered, "LOWER", "lower_redistributions", lower):
+    with quiet(60.0) as messages, with_run(lowered, "LOWER", "lower_redistributions", lower):
         run = function if rank and when == "in eager" else compiled(function)
         time.sleep(1 if when == "while it compiles" and not rank else 3 if when != "while it compiles" and rank else 0)
         assert run(x).sum() == 3 * rows * rows
-        assert not told
+        assert not messages
         assert rank or not look_out._looks
 
 
 @on_ranks(2, timeout=60)
 def test_a_rank_that_does_not_come_is_named_while_the_others_wait():
     x = distribute_tensor(torch.ones(14, 3, dtype=torch.float64), make_mesh((2,), ("tp",)), [Shard(0)])
-    with quiet(1.0) as told:
+    with quiet(1.0) as messages:
         if dist.get_rank():
             time.sleep(5)  # rank 0 has compiled, and is in its graph
             x.full_tensor()
         else:
             compiled(lambda x: x.full_tensor() * 5)(x)
-            (sentence,) = told
+            (sentence,) = messages
             assert re.search(
                 r"all_gather_into_tensor float64.*rank 1 has said nothing of them within \d s: "
                 r"it has not begun to compile",
@@ -311,7 +311,7 @@ def test_a_rank_that_comes_late_with_other_collectives_raises_and_the_others_say
     def step(x):
         return x.sum().full_tensor() if rank else x.full_tensor()
 
-    with quiet(60.0) as told:
+    with quiet(60.0) as messages:
         if rank:
             time.sleep(3)
             with pytest.raises(Exception, match="AgreementError.* to different collectives"):
@@ -320,7 +320,7 @@ def test_a_rank_that_comes_late_with_other_collectives_raises_and_the_others_say
             x.full_tensor()  # what rank 0 waits for
         else:
             compiled(step)(x)
-            assert len(told) == 1 and "to different collectives over the same process group" in told[0]
+            assert len(messages) == 1 and "to different collectives over the same process group" in messages[0]
 
 
 @on_ranks(2, timeout=60)
@@ -330,18 +330,18 @@ def test_a_rank_that_has_compiled_the_same_graph_without_its_collective_is_an_al
     def step(x):
         return x if rank else funcol.all_reduce(x, "sum", mesh)
 
-    with quiet(60.0) as told:
+    with quiet(60.0) as messages:
         if rank:
             compiled(step)(torch.ones(3, dtype=torch.float64))
             time.sleep(3)
             funcol.all_reduce(torch.ones(3, dtype=torch.float64), "sum", mesh).sum()
         else:
             assert compiled(step)(torch.ones(3, dtype=torch.float64)).sum() == 6
-            assert len(told) == 1 and "it does not compile now" in told[0]
+            assert len(messages) == 1 and "it does not compile now" in messages[0]
 
 
 def dies_before_it_calls():
-    with quiet(60.0) as told:
+    with quiet(60.0) as messages:
         x = distribute_tensor(torch.ones(16, 3), make_mesh((2,), ("tp",)), [Shard(0)])
         if dist.get_rank():
             time.sleep(3)
@@ -349,7 +349,7 @@ def dies_before_it_calls():
         try:
             compiled(lambda x: x.full_tensor() * 5)(x)
         except RuntimeError as error:
-            raise RuntimeError(f"rank 0 said {told}") from error
+            raise RuntimeError(f"rank 0 said {messages}") from error
 
 
 def test_a_rank_that_dies_is_named_with_the_error():

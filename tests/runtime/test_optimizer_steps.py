@@ -261,7 +261,7 @@ MAKE_SCALED = MAKE | {
 
 
 #: Of each there is another one of its kind.
-ALIKE = ("adam", "adamw foreach", "sgd nesterov", "sgd damped", "adamw maximize")
+SIMILAR = ("adam", "adamw foreach", "sgd nesterov", "sgd damped", "adamw maximize")
 
 
 def scaler_follows_eager(*args, **arguments):
@@ -278,7 +278,7 @@ def scaler_follows_eager(*args, **arguments):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in MAKE_SCALED]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in MAKE_SCALED]
 )
 @pytest.mark.parametrize("infinite", [pytest.param("-++--+-", marks=pytest.mark.slow), "+-++-"])
 @NATIVE

@@ -417,12 +417,12 @@ def unwritable(request, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_folder_of_caches_that_one_rank_cannot_write_is_an_error_on_every_rank(warm, unwritable):
-    folder, said = unwritable
+    folder, message = unwritable
     environments = folders(warm((2,)), 2)
     environments[1]["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     other, own = errors_of(run_job(2, train_step, (2,), environments=environments))
-    assert said in own
-    assert re.search(rf"[Rr]ank 1 (said|could not compile step.*): .*{said}", other), other
+    assert message in own
+    assert re.search(rf"[Rr]ank 1 (said|could not compile step.*): .*{message}", other), other
 
 
 # ---- agreement of torch --------------------------------------------------------------------------------------------

@@ -108,9 +108,11 @@ def test_hooks_and_uneven_shards():
     mesh = make_mesh((2,), ("tp",))
     eager, model, compiled = pair(mesh, [Shard(0)], (5, 3))
     seen = {eager: [], model: []}
-    for one, told in seen.items():
-        one.a.register_hook(lambda gradient, told=told: told.append(gradient.full_tensor()) or gradient * 2)
-        one.b.register_post_accumulate_grad_hook(lambda parameter, told=told: told.append(parameter.grad.full_tensor()))
+    for one, grads in seen.items():
+        one.a.register_hook(lambda gradient, grads=grads: grads.append(gradient.full_tensor()) or gradient * 2)
+        one.b.register_post_accumulate_grad_hook(
+            lambda parameter, grads=grads: grads.append(parameter.grad.full_tensor())
+        )
     for _ in range(2):
         for call in (eager, compiled):
             call(torch.tensor(2.0))[0].backward()

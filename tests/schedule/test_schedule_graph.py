@@ -198,11 +198,15 @@ def test_an_order_over_its_memory_bound_is_a_decision_that_says_by_how_much():
     for memory in (0.0, 10.0):
         gm = traced(backward, (64, 4), (2, 64), (2, 128), (1, 4))
         before = simulate(tasks := graph_tasks(gm.graph, UNIT), range(len(tasks))).peak
-        told = [d for d in schedule_graph(gm.graph, UNIT, memory) if d.kind == "overlap_memory"]
+        decisions = [d for d in schedule_graph(gm.graph, UNIT, memory) if d.kind == "overlap_memory"]
         after = simulate(tasks := graph_tasks(gm.graph, UNIT), range(len(tasks))).peak
         over[memory] = after - before
-        assert [d.after for d in told] == ([f"{after:,} bytes"] if memory == 0.0 else []), (before, after, told)
-        assert all(f"{after - before:,} bytes more" in d.reason for d in told)
+        assert [d.after for d in decisions] == ([f"{after:,} bytes"] if memory == 0.0 else []), (
+            before,
+            after,
+            decisions,
+        )
+        assert all(f"{after - before:,} bytes more" in d.reason for d in decisions)
     assert over[0.0] > 0
 
 
@@ -271,6 +275,6 @@ def starts(layout_name, uneven, topology):
         pytest.param("2d", 4, False, "cpu-1gbit", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_bitwise_the_same_and_all_ranks_start_alike(layout, ranks, uneven, topology):
+def test_a_step_is_bitwise_the_same_and_all_ranks_have_one_order_of_starts(layout, ranks, uneven, topology):
     first, *others = run_on_ranks(ranks, starts, layout, uneven, topology)
     assert all(other == first for other in others) and len(first) == 4 and all(first)

@@ -302,7 +302,7 @@ def test_other_modules():
     for label, module, name, shape in _modules():
         try:
             _module(module, name, shape)
-        except Exception as error:  # noqa: BLE001 - each is told of
+        except Exception as error:  # noqa: BLE001 - each is reported
             failed.append(f"{label}: {type(error).__name__}: {str(error)[:600]}")
     assert not failed, "\n".join(failed)
 

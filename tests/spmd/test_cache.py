@@ -64,12 +64,12 @@ with simulated_job(4, 0):
 @pytest.mark.slow
 def test_another_process_hits_and_other_marks_miss(tmp_path):
     root = str(pathlib.Path(__file__).parents[2])
-    told = []
+    counts = []
     for axis in ("tp", "tp", "dp"):
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, axis], env=env, capture_output=True, text=True, timeout=280, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        told.append(done.stdout.split()[-2:])
-    assert told == [["0", "1"], ["1", "0"], ["0", "1"]], told
+        counts.append(done.stdout.split()[-2:])
+    assert counts == [["0", "1"], ["1", "0"], ["0", "1"]], counts

@@ -18,7 +18,7 @@ def test_examples_run():
         try:
             code = code.replace('backend="dtensor"', 'backend="dtensor_aten"')  # Inductor's part has tests of its own
             exec(compile(SETUP + code, f"from_torch_xla.md, {title}", "exec"), {"__name__": "example"})
-        except Exception as error:  # noqa: BLE001 - each is told of
+        except Exception as error:  # noqa: BLE001 - each is reported
             failed.append(f"{title}: {type(error).__name__}: {str(error)[:800]}")
     assert not failed, "\n".join(failed)
 

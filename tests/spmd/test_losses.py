@@ -25,11 +25,11 @@ LOSSES = {
 
 
 #: Another one has the same in it.
-ALIKE = ("a module", "smoothed", "of weighted classes")
+SIMILAR = ("a module", "smoothed", "of weighted classes")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in LOSSES]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in LOSSES]
 )
 @on_ranks(2)
 def test_values_and_gradients(name):

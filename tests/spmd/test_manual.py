@@ -118,7 +118,7 @@ def _beside_marks():
 
 
 def _sums_along_the_other_axis():
-    """A product over a dim that the compiler's axis cuts owes a sum along it, inside of the region."""
+    """A matmul over a dim that the compiler's axis shards is partial along it, inside of the region."""
 
     def program(x, w):
         a, b = (

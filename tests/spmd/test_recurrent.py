@@ -99,8 +99,8 @@ def _bytes_and_decisions():
     gradients, results = sum(p.numel() for p in model.parameters()) * 4, (4 * 5 * 6 + 2 * 4 * 6) * 4
     assert ours.totals.all.bytes == gradients + results // 2, ours.totals.all.bytes
     mark_sharding(model.weight_hh_l0, mesh22(), ("tp", None))
-    (told,) = {d.reason for d in same(model, plain, x, calls=1).decisions if d.kind == "replicate_fallback"}
-    assert told == f"lstm runs on shards of the batch, with {24 * 6 * 4:,} bytes of other shards gathered"
+    (reason,) = {d.reason for d in same(model, plain, x, calls=1).decisions if d.kind == "replicate_fallback"}
+    assert reason == f"lstm runs on shards of the batch, with {24 * 6 * 4:,} bytes of other shards gathered"
 
 
 def _states_that_are_given():

@@ -19,7 +19,7 @@ from tests.spmd.test_annotate import Mlp, compare, follows, mesh22
 
 
 def _size_that_varies():
-    """One graph for all sizes but 1, also those that do not divide, on every rank alike."""
+    """One graph for all sizes but 1, also those that do not divide, on every rank."""
     model = Mlp()
     mark_sharding(model.up.weight, mesh22(), ("tp", None))
     torch._dynamo.reset()

@@ -35,7 +35,7 @@ QUICK = (*sorted(NEED_ROWS), "softmax", "cross entropy")
 
 
 def _decided(rows, names):
-    mesh, told = Mesh(range(4), (2, 2), ("dp", "tp")), {}
+    mesh, found = Mesh(range(4), (2, 2), ("dp", "tp")), {}
     for name in names:
         program = PROGRAMS[name]
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
@@ -45,12 +45,12 @@ def _decided(rows, names):
             got = torch.compile(program, backend="dtensor_aten", fullgraph=True)(x)
         torch.testing.assert_close(got, program(x), msg=lambda text: f"{name} of {rows} rows: {text}")
         ours = recording.report().ours
-        told[name] = (
+        found[name] = (
             [d.reason for d in ours.decisions if d.kind == "replicate_fallback"],
             ours.totals.all.count,
             ours.totals.all.bytes,
         )
-    return told
+    return found
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def _decided(rows, names):
 def test_all_ranks_fall_back_or_none(names):
     """3 rows on 4 ranks: the last one has none, and could not run what the others can; with 5 rows each has some."""
     for rows in (3, 5):
-        told = run_on_ranks(4, _decided, rows, names, timeout=280)
-        for other in told[1:]:
-            assert {name: row[:2] for name, row in other.items()} == {name: row[:2] for name, row in told[0].items()}
+        found = run_on_ranks(4, _decided, rows, names, timeout=280)
+        for other in found[1:]:
+            assert {name: row[:2] for name, row in other.items()} == {name: row[:2] for name, row in found[0].items()}
         fell = {
             name
-            for name, (reasons, *_) in told[0].items()
+            for name, (reasons, *_) in found[0].items()
             if any("runs on full tensors" in reason for reason in reasons)
         }
-        assert (fell >= NEED_ROWS) == (rows == 3), (rows, told[0])
+        assert (fell >= NEED_ROWS) == (rows == 3), (rows, found[0])
 
 
 @pytest.mark.parametrize(

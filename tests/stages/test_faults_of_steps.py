@@ -78,17 +78,17 @@ def test_a_fault_in_each_step(name):
                 backend="dtensor_aten",
                 options={"enable_passes": ASKED},
             )
-        said = [str(warning.message) for warning in caught if "a bug" in str(warning.message)]
+        warned = [str(warning.message) for warning in caught if "a bug" in str(warning.message)]
         made = [decision for decision in recording.decisions if "a bug" in decision.reason]
         if bad.name in recording.step_seconds:
-            assert all(f"{bad.name}: pass dropped: ValueError: a bug" in text for text in said) and said, bad.name
+            assert all(f"{bad.name}: pass dropped: ValueError: a bug" in text for text in warned) and warned, bad.name
             assert {decision.kind for decision in made} == {bad.name}
         else:
             assert bad.name in ELSEWHERE, f"{bad.name} did not run"
 
 
 #: Steps that this program does not need: those for kernels of Inductor's, for CUDA graphs, and for shapes.
-ELSEWHERE = ("tell_shapes_left", "tell_order_is_inductors", "forget_addresses")
+ELSEWHERE = ("report_shapes_left", "report_inductor_order", "forget_addresses")
 
 
 @on_ranks(2)

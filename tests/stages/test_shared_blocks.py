@@ -235,7 +235,7 @@ def test_placements_that_change_from_call_to_call():
     different = compare_values("step", eager, ours)
     assert not different, (different, eager[0], ours[0])
     assert isinstance(ours[0], DTensor)
-    # Calls that get other gradients than the first are compiled each: what was recorded before that is forgotten.
+    # Calls that get other gradients than the first are compiled one by one: earlier records of them are discarded.
     assert [graph.name for graph in recording.graphs] == ["forward", "backward"]
     assert (
         len(recording.redistributions)
@@ -262,12 +262,12 @@ class Autocast(Model):
 
 @on_ranks(1)
 def test_what_changes_the_state_of_torch_and_what_does_not():
-    said = []
+    decisions = []
     for make in (Logged, Autocast):
         torch._dynamo.reset()
-        with mock.patch.object(GraphLog, "decided", lambda self, made: said.extend(map(str, made))):
+        with mock.patch.object(GraphLog, "decided", lambda self, made: decisions.extend(map(str, made))):
             assert not both("", make)
-    about = [text for text in said if "equal calls" in text]
+    about = [text for text in decisions if "equal calls" in text]
     assert ["compiled once" in text for text in about] == [True, False]
     assert "changes the state of torch around them" in about[1]
 

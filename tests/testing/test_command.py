@@ -63,21 +63,23 @@ def run(capsys, *argv):
 
 
 def test_an_equal_model_with_an_optimizer(capsys):
-    status, said = run(
+    status, output = run(
         capsys, f"{HERE}model", "--mesh", "tp=2", "--kernels", "aten", "--optimizer", "adamw", "--calls", "3"
     )
-    assert status == 0 and said.out.startswith("equal: ") and "3 calls on 2 ranks" in said.out
+    assert status == 0 and output.out.startswith("equal: ") and "3 calls on 2 ranks" in output.out
 
 
-def test_a_difference_is_told_bisected_and_minified(capsys, tmp_path):
+def test_a_difference_is_reported_bisected_and_minified(capsys, tmp_path):
     script = tmp_path / "small.py"
     try:
-        status, said = run(
+        status, output = run(
             capsys, f"{HERE}wrong_model", "--mesh", "tp=2", "--kernels", "aten", "--bisect", "--minify", str(script)
         )  # fmt: skip
         assert status == 1
-        assert "compiled differs from eager" in said.out and "rank 0: output" in said.out and "rank 1: " in said.out
-        assert f"the graph pass {PASSES[0].__name__} makes the difference" in said.out
+        assert (
+            "compiled differs from eager" in output.out and "rank 0: output" in output.out and "rank 1: " in output.out
+        )
+        assert f"the graph pass {PASSES[0].__name__} makes the difference" in output.out
         text = script.read_text()
         assert "redistribute" in text and "tanh" not in text and "relu" not in text, text
         spec = importlib.util.spec_from_file_location("small", script)
@@ -105,10 +107,10 @@ def test_a_difference_is_told_bisected_and_minified(capsys, tmp_path):
 )
 def test_what_cannot_be_compared_is_one_line_and_status_2(capsys, target, says):
     extra = ["--mesh", "4by2"] if target == "model" else []
-    status, said = run(capsys, f"{HERE}{target}", "--kernels", "aten", *extra)
-    assert status == 2 and says in said.err and said.err.count("\n") == 1
+    status, output = run(capsys, f"{HERE}{target}", "--kernels", "aten", *extra)
+    assert status == 2 and says in output.err and output.err.count("\n") == 1
 
 
 def test_a_script_is_refused(capsys):
-    status, said = run(capsys, "train.py")
-    assert status == 2 and "train.py:function" in said.err
+    status, output = run(capsys, "train.py")
+    assert status == 2 and "train.py:function" in output.err

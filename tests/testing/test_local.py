@@ -131,13 +131,13 @@ def by_rank(mesh):
     return step, [distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])]
 
 
-def test_a_difference_is_told_with_its_rank_and_what_makes_it():
+def test_a_difference_is_reported_with_its_rank_and_what_makes_it():
     @parity(mesh=(2,), local=True, backend="dtensor_aten", calls=1)
     def wrong(mesh):
         return by_rank(mesh)
 
-    told = r"(?s)on ranks 0, 1:.*rank 0: output at local index \([23], .*Dynamo makes the difference"
-    with pytest.raises(AssertionError, match=told):
+    message = r"(?s)on ranks 0, 1:.*rank 0: output at local index \([23], .*Dynamo makes the difference"
+    with pytest.raises(AssertionError, match=message):
         wrong()
 
 

@@ -36,7 +36,7 @@ def test_a_program_as_good_as_eager_has_no_fault():
 
 
 @pytest.mark.parametrize(
-    "changed, said",
+    "changed, message",
     [
         ({"loss_difference": 1e-3}, "loss_difference from eager 1.0e-03"),
         ({"parameter_difference": float("nan")}, "parameter_difference from eager nan"),
@@ -46,8 +46,8 @@ def test_a_program_as_good_as_eager_has_no_fault():
         ({"seconds": 0.2}, "step 2.00 of eager's"),
     ],
 )
-def test_faults_are_named(changed, said):
-    assert f"one: {said}" in gallery.faults(row(side(**changed)))
+def test_faults_are_named(changed, message):
+    assert f"one: {message}" in gallery.faults(row(side(**changed)))
 
 
 def test_breaks_that_stock_has_too_are_no_fault():

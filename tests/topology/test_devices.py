@@ -28,8 +28,8 @@ def test_ranks_that_a_launcher_started_on_one_host():
     assert on_one_host() and default_cluster("cpu").name == "cpu-loopback" and default_cluster("cuda").name == "h100"
     machine = compiled_machine()
     assert machine.cluster.name == "cpu-loopback" and machine.known_from.startswith("assumed")
-    for said in ("1", ""):  # more hosts, and a launcher that says nothing
-        os.environ["LOCAL_WORLD_SIZE"] = said
+    for number in ("1", ""):  # more hosts, and a launcher that says nothing
+        os.environ["LOCAL_WORLD_SIZE"] = number
         torch._dynamo.reset()
         assert not on_one_host() and compiled_machine().cluster.name == "cpu-1gbit"
 

@@ -107,7 +107,7 @@ def test_a_topologys_file_keeps_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "collectives, said",
+    "collectives, message",
     [
         ([], "table by kind"),
         ({"all_gather": []}, "table by kind"),
@@ -116,15 +116,15 @@ def test_a_topologys_file_keeps_them(tmp_path):
         ({"all_gather": {"2": []}}, "is a list of pairs"),
     ],
 )
-def test_collectives_that_are_none(collectives, said):
+def test_collectives_that_are_none(collectives, message):
     values = to_values(CLUSTERS["cpu-loopback"])
     values["inside"]["collectives"] = collectives
-    with pytest.raises(TopologyError, match=said):
+    with pytest.raises(TopologyError, match=message):
         from_values(values)
 
 
 @pytest.mark.parametrize(
-    "achieved, said",
+    "achieved, message",
     [
         ([], "has the keys memory and matmul"),
         ({"memory": [[1, 1]]}, "has the keys memory and matmul"),
@@ -137,10 +137,10 @@ def test_collectives_that_are_none(collectives, said):
         ({"memory": [[1, 1]], "matmul": {}, "quality": "good"}, "quality is measured or guess, not 'good'"),
     ],
 )
-def test_a_table_that_is_none(achieved, said):
+def test_a_table_that_is_none(achieved, message):
     values = to_values(dataclasses.replace(CLUSTERS["cpu-loopback"]))
     values["device"]["achieved"] = achieved
-    with pytest.raises(TopologyError, match=said):
+    with pytest.raises(TopologyError, match=message):
         from_values(values)
 
 

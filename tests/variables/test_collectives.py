@@ -62,7 +62,7 @@ def all_reduce_average_of_loss(x):
     return loss, logged
 
 
-def all_reduce_twice_alike(x):
+def all_reduce_the_same_twice(x):
     y, z = x * 2, x * 2
     dist.all_reduce(y)
     dist.all_reduce(z)
@@ -307,7 +307,7 @@ def from_local_with_check(x):
 COLLECTIVES = [
     all_reduce, all_reduce_saves_before, all_reduce_of_a_row, all_reduce_of_an_input_without_gradient,
     all_reduce_average_of_loss,
-    all_reduce_twice_alike, all_reduce_complex, all_reduce_coalesced, asynchronous, asynchronous_future,
+    all_reduce_the_same_twice, all_reduce_complex, all_reduce_coalesced, asynchronous, asynchronous_future,
     asynchronous_unused,
     all_gather_into_tensor, all_gather, reduce_scatter, reduce_scatter_list, all_to_all, all_to_all_uneven, broadcast,
     broadcast_asynchronous_in_a_group, reduce, gather, scatter, barriers, methods_of_a_group, in_a_function,

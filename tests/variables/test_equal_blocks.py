@@ -403,8 +403,8 @@ def test_the_report_says_what_is_copied_and_what_differs():
     other_number(model, model.blocks[2])
     with dtensor_compile.record() as recording:
         compiled(model)(batch())
-    said = [decision.reason for decision in recording.decisions if decision.kind == "blocks"]
-    assert said == [
+    reasons = [decision.reason for decision in recording.decisions if decision.kind == "blocks"]
+    assert reasons == [
         "2 of 4 calls of equal modules are not traced, but copied from the trace of another",
         "blocks.2 is traced by itself: L['self']._modules['blocks']._modules['2'].scale differs",
     ]

@@ -72,7 +72,7 @@ def test_equal_placement_reuses_the_graph_and_another_does_not():
 
 
 @on_ranks(1)
-def test_the_same_placement_twice_is_told_from_two_equal_ones():
+def test_the_same_placement_twice_is_distinguished_from_two_equal_ones():
     same = Shard(0)
     program = lambda x, p, q: (x @ x, p == q, p is q)  # noqa: E731
     assert_like_eager(program, (torch.eye(3), same, same), (torch.eye(3), Shard(0), Shard(0)))

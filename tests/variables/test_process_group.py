@@ -66,7 +66,7 @@ def test_the_same_group_reuses_the_graph_and_another_does_not():
 
 
 @on_ranks(2)
-def test_group_of_no_member_is_told_from_a_group():
+def test_group_of_no_member_is_distinguished_from_a_group():
     x, group = torch.eye(3), dist.new_group([0])
     function = program("0 if group == dist.GroupMember.NON_GROUP_MEMBER else group.size()")
     assert_like_eager(function, (x, None, group), (x, None, dist.new_group([0, 1])))

@@ -176,7 +176,9 @@ def table(rows: list[dict[str, Any]], plans: dict[str, StepPlan], title: str) ->
             (row["busy"], plan.time.compute * 1e3),
             (row["step"] * 1e3, plan.time.step * 1e3),
         )
-        cells = [text for is_, said in pairs for text in (f"{is_:,.1f}", f"{said:,.1f}", f"{said / is_ - 1:+.1%}")]
+        cells = [
+            text for is_, planned in pairs for text in (f"{is_:,.1f}", f"{planned:,.1f}", f"{planned / is_ - 1:+.1%}")
+        ]
         result.add_row(row["name"], *cells)
     return result
 

@@ -17,11 +17,10 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from dtensor_compile.planner import exchange
-from dtensor_compile.planner import lower_bound as fewest
+from dtensor_compile.planner import exchange, lower_bound
 from dtensor_compile.planner import search as plan
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner import steps as moves
+from dtensor_compile.planner import steps as plan_steps
 
 #: Source, target, shape.
 CASES = (
@@ -35,9 +34,8 @@ CASES = (
     ("S(0)S(1)", "S(1)S(0)", (4096, 4096)),
 )
 REMEMBERS = (
-    plan._plan, moves._detours, moves._contains, exchange.traffic, exchange._assign, fewest.fewest_sent,
-    fewest._in_common,
-    shards.held, shards.common,
+    plan._plan, plan_steps._detours, plan_steps._contains, exchange.traffic, exchange._assign,
+    lower_bound.sent_lower_bound, lower_bound._in_common, shards.held, shards.common,
 )  # fmt: skip
 
 

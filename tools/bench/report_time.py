@@ -29,7 +29,7 @@ from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import tensor_parallel, two_dim
 from dtensor_compile.report.model import to_json
 from dtensor_compile.report.recorded import run_backward
-from dtensor_compile.report.run_target import Job, look_at, running
+from dtensor_compile.report.run_target import Job, report_target, running
 from dtensor_compile.report.table import console_for, print_report
 
 LAYERS = 4
@@ -71,7 +71,7 @@ def compile_step(world: int) -> None:
 def report(function: Callable[..., Any], mesh: tuple[tuple[str, int], ...], *, stock: bool) -> None:
     """The whole of ``dtensor-compile report``, on a function of this file."""
     with fresh_caches():
-        made = look_at(f"{__file__}:{function.__name__}", job=Job(mesh=mesh), stock=stock)
+        made = report_target(f"{__file__}:{function.__name__}", job=Job(mesh=mesh), stock=stock)
     print_report(made, console_for(io.StringIO()))
     to_json(made)
 

@@ -97,7 +97,7 @@ def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterato
     def take(compiled: type[torch.autograd.Function], metadata: Any) -> None:
         if any(map(_of_dtensor, metadata.subclass_tangent_meta)):
             tangents.results = results_with_tangents(metadata)
-            _take_gradients_as_they_come(compiled, program, tangents)
+            _accept_any_tangents(compiled, program, tangents)
 
     with functions_built(after=take), assumed_tangents(tangents), _tangents_of_inputs():
         yield
@@ -122,7 +122,7 @@ def _of_dtensor(meta: Any) -> bool:
     return issubclass(meta.original_subclass_type or type(meta.original_subclass), DTensor)
 
 
-def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tangents: Tangents) -> None:
+def _accept_any_tangents(compiled: Any, program: Callable[..., Any], tangents: Tangents) -> None:
     """Patches a compiled ``torch.autograd.Function``; see `dtensor_tangents`."""
     stock_forward, stock_backward = compiled.forward, compiled.backward
 
@@ -142,13 +142,13 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
             None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)
         ]
         placements = [spec and spec[0].placements for spec in specs]
-        if tangents.come_otherwise(given, placements):
+        if tangents.are_unexpected(given, placements):
             in_eager = (
                 None
                 if ctx.call is None or tangents.places is None
                 else gradients_in_eager(program, ctx.call, tangents.places, given, tangents.sends)
             )
-            tangents.say_otherwise(given, placements, in_eager is not None)
+            tangents.report_mismatch(given, placements, in_eager is not None)
             if in_eager is not None:
                 return in_eager
         for i, (value, spec) in enumerate(zip(values, specs)):

@@ -39,8 +39,8 @@ _TO_LOCAL = patch("torch.distributed.tensor._api:_ToTorchTensor.forward", "ctx i
     remove_when="nodes of DTensor operators carry the specs of their local tensors",
 )
 @contextlib.contextmanager
-def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[None]:
-    """While active, calls ``tell(local, spec)`` for DTensors that this thread passes to operators or unwraps.
+def locals_hook(on_local: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[None]:
+    """While active, calls ``on_local(local, spec)`` for DTensors that this thread passes to operators or unwraps.
 
     Arguments of an operator are reported when torch decides on a sharding, which it does once for equal specs: the
     first time after a trace begins, because torch's cache of decisions is cleared then. So all ranks report the same,
@@ -57,22 +57,22 @@ def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[N
     def unwrap(stock: Any, self: OpDispatcher, op_call: Any, args: Any, kwargs: Any) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, DTensor):
-                tell(value._local_tensor, value._spec)
+                on_local(value._local_tensor, value._spec)
         return stock(self, op_call, args, kwargs)
 
     def to_local(stock: Any, ctx: Any, value: DTensor, *rest: Any) -> torch.Tensor:
         local = stock(ctx, value, *rest)
-        tell(value._local_tensor, value._spec)
-        tell(local, value._spec)
+        on_local(value._local_tensor, value._spec)
+        on_local(local, value._spec)
         return local
 
     def flatten(stock: Any, self: DTensor) -> Any:
-        tell(self._local_tensor, self._spec)
+        on_local(self._local_tensor, self._spec)
         return stock(self)
 
     def unflatten(stock: Any, *args: Any) -> DTensor:
         made = stock(*args)
-        tell(made._local_tensor, made._spec)
+        on_local(made._local_tensor, made._spec)
         return made
 
     with (

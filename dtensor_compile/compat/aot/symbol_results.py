@@ -7,7 +7,7 @@ symbols:
 
     result(operation, a, b) = result(operation, a', b')    if expressions, hints and types are equal
 
-Each call still returns a new node: a traced graph tells sizes apart by their nodes. Nothing is cached while a tracer
+Each call still returns a new node: a traced graph distinguishes sizes by their nodes. Nothing is cached while a tracer
 sees the operation, while torch validates or records what it does, and for unbacked sizes. An answer that torch has
 guarded on is kept apart from the same answer without a guard.
 """

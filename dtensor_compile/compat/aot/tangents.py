@@ -75,7 +75,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Otherwise:
+class UnexpectedTangents:
     """Gradients of DTensors that arrived with other placements than a graph was compiled for.
 
     Attributes:
@@ -98,7 +98,7 @@ class Tangents:
 
     Attributes:
         code: the code object of its frame.
-        assumed: the placements that the graph is compiled for; None for what AOTAutograd expects.
+        assumed: the placements that the graph is compiled for; None for those that AOTAutograd expects.
         repeatable: whether the traced program gives the same when it runs again, as far as is known.
         results: per gradient of a DTensor, the index of the result.
         missed: number of arrivals per unexpected placement.
@@ -107,8 +107,8 @@ class Tangents:
         places: per input of its autograd function, the index of the argument of the graph (None for non-tensors); empty
             before the first call, None if a tensor is not an argument.
         sends: operators by which a program sends messages of its own.
-        told: called with unexpected gradients, the first time.
-        said: what was reported.
+        on_mismatch: called with unexpected gradients, the first time.
+        reported: the mismatches for which it was called.
     """
 
     code: Any = None
@@ -120,8 +120,8 @@ class Tangents:
     matched: bool = False
     places: list[int | None] | None = field(default_factory=list)
     sends: Collection[Any] = ()
-    told: Callable[[Otherwise], None] = lambda otherwise: None
-    said: set[tuple[Placed, bool]] = field(default_factory=set)
+    on_mismatch: Callable[[UnexpectedTangents], None] = lambda tangents: None
+    reported: set[tuple[Placed, bool]] = field(default_factory=set)
 
     @classmethod
     def of_frame(cls) -> Tangents:
@@ -135,7 +135,7 @@ class Tangents:
         tx = InstructionTranslator.current_tx()
         _as_learned(constant_source(tx, "tangents", self))
 
-    def come_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> bool:
+    def are_unexpected(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> bool:
         """Whether gradients have other placements than the graph was compiled for; counts them.
 
         Args:
@@ -162,7 +162,7 @@ class Tangents:
         )
         return placed, expected
 
-    def say_otherwise(
+    def report_mismatch(
         self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None], in_eager: bool
     ) -> None:
         """Reports, the first time, how unexpected gradients are handled.
@@ -171,10 +171,12 @@ class Tangents:
             in_eager: the backward runs in eager; else torch redistributes the gradients.
         """
         placed, expected = self._placed(values, placements)
-        if (placed, in_eager) in self.said:
+        if (placed, in_eager) in self.reported:
             return
-        self.said.add((placed, in_eager))
-        self.told(Otherwise([values[i] for i in self.results], placed, expected, in_eager, self.assumed is None))
+        self.reported.add((placed, in_eager))
+        self.on_mismatch(
+            UnexpectedTangents([values[i] for i in self.results], placed, expected, in_eager, self.assumed is None)
+        )
 
     def _count(self, placed: Placed) -> None:
         self.missed[placed] = self.missed.get(placed, 0) + 1

@@ -22,7 +22,8 @@ _FILES = frozenset(thing.__init__.__code__.co_filename for thing in (DDP, _Repli
 
 
 def belongs_to_python(code: types.CodeType) -> bool:
-    """Whether `code` is part of what a wrapper runs around the forward of a module, and is therefore left to Python."""
+    """Whether `code` belongs to the code of a wrapper around the forward of a module, and is therefore left to
+    Python."""
     return code.co_filename in _FILES and code is not DDP.forward.__code__
 
 

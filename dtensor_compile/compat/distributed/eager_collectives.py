@@ -1,7 +1,7 @@
 """Observes collectives outside of compiled graphs: in eager code between graphs, in hooks, in a reducer.
 
-`watch_eager_collectives` sees what c10d and the functional collectives dispatch on this thread (and in the backward
-passes that it starts), except for what compiled graphs call and what runs during tracing.
+`watch_eager_collectives` sees operators that c10d and the functional collectives dispatch on this thread (and in the
+backward passes that it starts), except those in compiled graphs and during tracing.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class _Collectives(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tell: Callable[[EagerCollective], None]) -> None:
+    def __init__(self, on_collective: Callable[[EagerCollective], None]) -> None:
         super().__init__()
-        self.tell = tell
+        self.on_collective = on_collective
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -78,7 +78,7 @@ class _Collectives(TorchDispatchMode):
         if getattr(func, "namespace", "") in _NAMESPACES and not _traced_or_compiled():
             found = collective_of_call(func, args)
             if found is not None:
-                self.tell(found)
+                self.on_collective(found)
         return func(*args, **(kwargs or {}))
 
 
@@ -134,12 +134,14 @@ def _traced_or_compiled() -> bool:
     without="the report lacks the collectives of eager code, between graphs and in hooks",
 )
 @contextlib.contextmanager
-def watch_eager_collectives(tell: Callable[[EagerCollective], None], watched: Callable[[], None]) -> Iterator[None]:
-    """While active, `tell` is called with each collective that runs outside of compiled graphs.
+def watch_eager_collectives(
+    on_collective: Callable[[EagerCollective], None], watched: Callable[[], None]
+) -> Iterator[None]:
+    """While active, `on_collective` is called with each collective that runs outside of compiled graphs.
 
     Args:
         watched: called on entry; not called if the installed torch lacks a hook that this needs.
     """
     watched()
-    with _Collectives(tell):
+    with _Collectives(on_collective):
         yield

@@ -243,7 +243,7 @@ class Sharded:
         parameter: the sharded one.
         path: attributes and indices that lead from the state to it.
         places: module and name; several if it is tied.
-        mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
+        mesh, placements: its sharding over the ranks: a mesh of one dim, or of two of which the first replicates.
         outer_mesh, outer_placements: of the DTensor that the module uses; None and () if it uses a plain tensor.
         data_parallel: the dims of `outer_mesh` over which `mesh` shares the parameter (``dp_mesh_dims``); none if these
             are two meshes.
@@ -251,10 +251,10 @@ class Sharded:
         dtype, reduce_dtype: of the tensor that the module uses, and of the reduction of gradients; None keeps the
         dtype.
         divide: reduction op, divisors of gradients before and after it.
-        reshard: it is not kept for the backward.
+        reshard: whether it is gathered again in the backward, not kept for it.
         holder: path from the state to the tensor with the number of its group (`make_holders`).
         index: its position in the group.
-        held: what happens to its gradient.
+        held: handling of its gradient.
     """
 
     parameter: torch.nn.Parameter

@@ -196,8 +196,8 @@ def _shard_at(group: FSDPParamGroup, index: int, offset: int, flat: torch.Tensor
     return flat.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
 
 
-def _tell_eager(group: FSDPParamGroup, held: set[int]) -> None:
-    """Tells eager which shards are held, as of 2.15; with sizes that make it pack them anew."""
+def _note_in_eager(group: FSDPParamGroup, held: set[int]) -> None:
+    """Notes in torch's eager state which shards are held, as of 2.15, with sizes that make it pack them anew."""
     if hasattr(group, _LAYOUT):
         places = _places(group)
         setattr(group, _LAYOUT, {group.fsdp_params[i]: (places[i], 0) for i in sorted(held)})
@@ -219,7 +219,7 @@ def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
     held = _held_shards(group)
     _shard_at(group, index, places[index]).add_(grad)
     held.add(index)
-    _tell_eager(group, held)
+    _note_in_eager(group, held)
 
 
 def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -235,5 +235,5 @@ def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
     held.discard(index)
     if not held:
         group._partial_reduce_output = None
-    _tell_eager(group, held)
+    _note_in_eager(group, held)
     return result

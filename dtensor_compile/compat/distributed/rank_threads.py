@@ -1,9 +1,9 @@
 """Runs the ranks of a job as threads of this process, one at a time.
 
 A rank runs until a collective has to wait for another rank; then the next rank that can continue runs. Nothing runs
-concurrently: what a compilation changes in torch while it lasts is invisible to other ranks, and a deadlock is an error
-at once instead of a timeout. Process-wide state (torch's generator, Dynamo's record of sizes, the environment, and
-whatever else the caller names) is kept per rank and restored when its turn comes.
+concurrently: changes of torch during a compilation are invisible to other ranks, and a deadlock is an error at once
+instead of a timeout. Process-wide state (torch's generator, Dynamo's record of sizes, the environment, and whatever
+else the caller names) is kept per rank and restored when its turn comes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _THREADS = feature(
     remove_when="torch has a public process group whose ranks are threads",
 )
 
-#: The backend name by which torch tells meshes of different threads apart.
+#: The backend name by which torch distinguishes meshes of different threads.
 _BACKEND = "threaded"
 
 #: Process-wide state of torch that each rank needs for itself.
@@ -75,12 +75,12 @@ _here = threading.local()
 
 
 @dataclass
-class _Meeting:
+class _PendingCollective:
     """One collective in progress: the data of the ranks that have arrived."""
 
     data: list[Any]
     what: str
-    come: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
     done: bool = False
 
 
@@ -97,7 +97,7 @@ class _Stopped(BaseException):
 
 
 class _Turns:
-    """Schedules the ranks: one has the turn.
+    """Schedules the ranks, of which one runs at a time.
 
     Args:
         world: number of ranks.
@@ -110,8 +110,8 @@ class _Turns:
         self.waits: dict[int, str] = {}  # the collective that a rank waits in
         self.over: set[int] = set()
         self.stopped: BaseException | None = None
-        self.meetings: dict[Any, _Meeting] = {}
-        self.met: dict[Any, int] = {}
+        self.pending: dict[Any, _PendingCollective] = {}
+        self.counts: dict[Any, int] = {}
         self.states = list(states)
         self.kept = [[make() for _, _, make in self.states] for _ in range(world)]
         self.random = [torch.get_rng_state() for _ in range(world)]
@@ -128,29 +128,31 @@ class _Turns:
                 self.stopped = error
             self._pass_on(rank)
 
-    def meet(
+    def join(
         self, rank: int, key: Any, place: int, size: int, data: Any, work: Callable[[list[Any]], None], what: str
     ) -> None:
         """Joins a collective of `size` ranks as the rank at `place`; the last to arrive does the work."""
         with self.changed:
-            number = self.met[key, place] = self.met.get((key, place), 0) + 1
-            meeting = self.meetings.setdefault((key, number), _Meeting([None] * size, what))
-            if meeting.what != what:
-                raise MismatchError(f"rank {rank} calls {what}, and ranks {sorted(meeting.come)} call {meeting.what}")
-            meeting.data[place] = data
-            meeting.come.add(rank)
-            if len(meeting.come) == size:
-                del self.meetings[key, number]
-                work(meeting.data)
-                meeting.done = True
-                for other in meeting.come:
+            number = self.counts[key, place] = self.counts.get((key, place), 0) + 1
+            pending = self.pending.setdefault((key, number), _PendingCollective([None] * size, what))
+            if pending.what != what:
+                raise MismatchError(
+                    f"rank {rank} calls {what}, and ranks {sorted(pending.arrived)} call {pending.what}"
+                )
+            pending.data[place] = data
+            pending.arrived.add(rank)
+            if len(pending.arrived) == size:
+                del self.pending[key, number]
+                work(pending.data)
+                pending.done = True
+                for other in pending.arrived:
                     self.waits.pop(other, None)
                 return
             self.waits[rank] = what
             self._keep(rank)
             self._pass_on(rank)
             self._until_turn(rank)
-            if not meeting.done:
+            if not pending.done:
                 raise _Stopped
 
     def _pass_on(self, rank: int) -> None:
@@ -158,9 +160,9 @@ class _Turns:
             r for r in (*range(rank + 1, self.world), *range(rank + 1)) if r not in self.over and r not in self.waits
         ]
         if not ready and self.stopped is None and self.waits:
-            told = "; ".join(f"rank {r} waits in {what}" for r, what in sorted(self.waits.items()))
+            waits = "; ".join(f"rank {r} waits in {what}" for r, what in sorted(self.waits.items()))
             gone = f"; ranks {sorted(self.over)} have ended" if self.over else ""
-            self.stopped = DeadlockError(f"ranks wait for each other for ever: {told}{gone}")
+            self.stopped = DeadlockError(f"ranks wait for each other for ever: {waits}{gone}")
         if self.stopped is not None:
             self.waits.clear()
             ready = [r for r in range(self.world) if r not in self.over]
@@ -201,7 +203,7 @@ class _Collective:
         ranks = tuple(dist.get_process_group_ranks(self.group))
         what = f"{type(self.collective).__name__.lstrip('_')} among ranks {list(ranks)}"
         key = self.group.pg_name, ranks
-        _job.turns.meet(_here.rank, key, rank, len(ranks), data, self.collective.work, what)
+        _job.turns.join(_here.rank, key, rank, len(ranks), data, self.collective.work, what)
         return threaded.ret_work(data)
 
 
@@ -255,7 +257,7 @@ def run_in_threads(
         MismatchError: ranks of a group call different collectives.
         RuntimeError: this process has a process group.
         UnsupportedTorchError: the installed torch has no such threads.
-        Exception: what the first rank that failed raised, with its rank as a note.
+        Exception: the exception of the first rank that failed, with its rank as a note.
     """
     _THREADS.works()
     if dist.is_initialized():

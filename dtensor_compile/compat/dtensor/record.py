@@ -32,7 +32,7 @@ class Operator:
 
 @dataclass
 class RecordedProgram:
-    """The operators in order. Tensors are told apart by identity; the list keeps all of them alive."""
+    """The operators in order. Tensors are distinguished by identity; the list keeps all of them alive."""
 
     operators: list[Operator] = field(default_factory=list)
 

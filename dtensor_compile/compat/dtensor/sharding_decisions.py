@@ -33,12 +33,12 @@ class _Thread(threading.local):
     """State of a thread.
 
     Attributes:
-        told: called with each operator that has no rule and runs on replicated tensors.
+        on_fallback: called with each operator that has no rule and runs on replicated tensors.
         decided: torch's cache may hold decisions by our rules.
         lost: torch's cache may hold decisions that are never found again.
     """
 
-    told: Callable[[str], None] | None = None
+    on_fallback: Callable[[str], None] | None = None
     decided: bool = False
     lost: bool = False
 
@@ -75,15 +75,15 @@ def forget_our_decisions() -> None:
 
 
 @contextlib.contextmanager
-def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
-    """While active, calls ``told(operator)`` when an operator without a rule runs on replicated tensors on this
+def fallback_reports(on_fallback: Callable[[str], None]) -> Iterator[None]:
+    """While active, calls ``on_fallback(operator)`` when an operator without a rule runs on replicated tensors on this
     thread."""
     forget_our_decisions()  # a decision found in the cache is not reported
-    before, this_thread.told = this_thread.told, told
+    before, this_thread.on_fallback = this_thread.on_fallback, on_fallback
     try:
         yield
     finally:
-        this_thread.told = before
+        this_thread.on_fallback = before
 
 
 #: Decisions that torch's rules made in this process; torch's own cache is cleared when a trace begins
@@ -256,8 +256,8 @@ def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any,
             if composite or not can_replicate(op) or not replicate():
                 raise
         layouts = replicated
-        if this_thread.told is not None:
-            this_thread.told(str(op))
+        if this_thread.on_fallback is not None:
+            this_thread.on_fallback(str(op))
     this_thread.decided = True
     single = self.op_single_dim_strategy_funcs
     with contextlib.ExitStack() as stack:

@@ -193,8 +193,8 @@ _REDISTRIBUTE = tuple(
 def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
     """While active, redistributions on this thread go to `hook`.
 
-    ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is what
-    torch would have done.
+    ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is torch's
+    own redistribution.
     """
 
     def redistribute_local_tensor(

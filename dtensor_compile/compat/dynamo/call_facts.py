@@ -1,4 +1,4 @@
-"""What the trace of a call depends on, as values that can be compared with those of another call.
+"""Dependencies of the trace of a call, as values that can be compared with those of another call.
 
 No comparison here adds a guard: symbolic sizes are compared as expressions.
 """
@@ -31,7 +31,7 @@ _SKIPPED = if_there("torch._dynamo.guards:SKIP_GUARD")
 
 
 class Differs(Exception):
-    """A call cannot have the nodes of another one; the text says why."""
+    """The nodes of one call cannot be copied for another; the message gives the reason."""
 
 
 def _size(size: Any) -> Any:
@@ -53,8 +53,8 @@ Fact = tuple[Any, VariableTracker | None]
 
 
 def flat_facts(variable: VariableTracker) -> Iterator[Fact]:
-    """Facts about a value and all that it contains. What is none of tensors, sizes, constants and plain containers is
-    the same for two calls if it is one object."""
+    """Facts about a value and everything that it contains. Values other than tensors, sizes, constants and plain
+    containers are equal for two calls if they are one object."""
     variable = variable.realize()
     if isinstance(variable, TensorVariable):
         yield ("tensor", type(variable), *tensor_facts(variable.as_proxy().node.meta["example_value"])), variable
@@ -94,8 +94,8 @@ def argument_facts(args: Sequence[VariableTracker], kwargs: Mapping[str, Variabl
 
 
 def state_check() -> Callable[[], bool]:
-    """A function that says whether the global state of torch (grad mode, autocast, default dtype, modes) is that of
-    now."""
+    """A function that returns whether the global state of torch (grad mode, autocast, default dtype, modes) is
+    unchanged."""
     state, modes = torch._C._dynamo.guards.GlobalStateGuard(), _modes()
     return lambda: bool(state.check()) and modes == _modes()
 
@@ -104,8 +104,8 @@ def _modes() -> list[type]:
     return [type(mode) for mode in get_torch_function_mode_stack()]
 
 
-class Elsewhere:
-    """Sources and values below one module, where another module is in its place."""
+class OtherModule:
+    """Maps sources below one module to those below another, and reads their values."""
 
     def __init__(self, tx: Translator, old: Source, new: Source) -> None:
         root = tx.output.root_tx
@@ -150,35 +150,35 @@ class GuardFact:
 
     Attributes:
         source: of what is guarded.
-        check: whether another value passes; None where `twin` says it all.
+        check: whether another value passes; None if `same_as` is the whole guard.
         create: the function of the guard.
-        twin: the source of the object that is the same one.
+        same_as: the source of the same object, of a guard on identity; None for other guards.
     """
 
     source: Source
     check: Callable[[Any], bool] | None
     create: Callable[..., Any]
-    twin: Source | None = None
+    same_as: Source | None = None
 
-    def moved(self, elsewhere: Elsewhere) -> tuple[Source, Callable[..., Any]]:
+    def moved(self, other: OtherModule) -> tuple[Source, Callable[..., Any]]:
         """The guard for another module: its source and its function.
 
         Raises:
             Differs: the other module does not pass.
         """
-        source = elsewhere.source(self.source)
-        value = elsewhere.value(source)
+        source = other.source(self.source)
+        value = other.value(source)
         if self.check is not None and not self.check(value):
             raise Differs(f"{source.name} differs")
-        if self.twin is None:
+        if self.same_as is None:
             settings = getattr(self.create, "keywords", {})
             if isinstance(settings.get("value"), TensorWeakRef):
                 return source, functools.partial(self.create.func, value=TensorWeakRef(value))  # type: ignore[attr-defined]
             return source, self.create
-        twin = elsewhere.source(self.twin)
-        if value is not elsewhere.value(twin):
-            raise Differs(f"{source.name} is not {twin.name}")
-        return source, functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=twin)
+        same_as = other.source(self.same_as)
+        if value is not other.value(same_as):
+            raise Differs(f"{source.name} is not {same_as.name}")
+        return source, functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=same_as)
 
 
 def add_guards(tx: Translator, guards: Sequence[tuple[Source, Callable[..., Any]]]) -> None:
@@ -195,10 +195,10 @@ _OF_TENSORS = {"TENSOR_MATCH", "DTENSOR_MATCH", "DUPLICATE_INPUT"}
 
 
 def guards_below(tx: Translator, module: Source) -> list[GuardFact]:
-    """The guards so far on a module and all that is below it.
+    """The guards installed so far on a module and everything below it.
 
     Raises:
-        Differs: what one of them checks is not known.
+        Differs: the check of one of them is unknown.
     """
     below: dict[Source, bool] = {module: True}
 
@@ -209,12 +209,12 @@ def guards_below(tx: Translator, module: Source) -> list[GuardFact]:
             below[source] = is_below(getattr(source, "base", None))
         return below[source]
 
-    here = Elsewhere(tx, module, module)
+    here = OtherModule(tx, module, module)
     guards = [guard for guard in tx.output.guards if is_below(guard.originating_source)]
     return [fact for guard in guards if (fact := _fact(guard, here)) is not None]
 
 
-def _fact(guard: Guard, here: Elsewhere) -> GuardFact | None:
+def _fact(guard: Guard, here: OtherModule) -> GuardFact | None:
     source, name = guard.originating_source, guard.create_fn_name()
     if name == "DUPLICATE_INPUT":
         return GuardFact(source, None, guard.create_fn, guard.create_fn.keywords["source_b"])  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The nodes of one call of a module, what they depend on, and their copy for a call of another."""
+"""The nodes of one call of a module, their dependencies, and their copy for a call of another module."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 
 from dtensor_compile.compat.dynamo.call_facts import (
     Differs,
-    Elsewhere,
     Fact,
     GuardFact,
+    OtherModule,
     add_guards,
     chain,
     flat_facts,
@@ -52,15 +52,15 @@ class _InPlaceOf(NamedTuple):
 
 @dataclass
 class CallTrace:
-    """The nodes of one call, and what they depend on.
+    """The nodes of one call, and their dependencies.
 
     Attributes:
         number: in the frame.
         module: source of the module.
         facts, guards, same_state: as `call_facts` has them.
-        writes: number of writes of the frame to what it did not make, when the call was traced.
+        writes: number of writes of the frame to objects that it did not make, when the call was traced.
         nodes: of the call.
-        inputs: where the nodes from outside come from; None: they are the same for each call.
+        inputs: origins of the nodes from outside; None if those are the same for each call.
         result: of the call.
         calls: number of calls so far.
     """
@@ -80,7 +80,7 @@ class CallTrace:
 def inputs_of(
     tx: Translator, nodes: Sequence[torch.fx.Node], module: VariableTracker, facts: Sequence[Fact]
 ) -> dict[torch.fx.Node, _Argument | _Below | _InPlaceOf | None]:
-    """Where the nodes that a call uses, and that are from outside of it, come from.
+    """Origins of the nodes from outside that a call uses.
 
     Raises:
         Differs: of one, it is not known.
@@ -123,7 +123,7 @@ def check_nodes(nodes: Sequence[torch.fx.Node]) -> None:
     """Checks that nodes can be copied.
 
     Raises:
-        Differs: one has a size that only data tells, with a symbol of its own.
+        Differs: one has an unbacked size, with a symbol of its own.
     """
     for node in nodes:
         if node.meta.get("unbacked_bindings") or node.target is torch.ops.aten._local_scalar_dense.default:
@@ -161,11 +161,11 @@ def copy_call(
     if writes != trace.writes:
         raise Differs("the program has written to objects since")
     old, new = trace.module, source_of(module)
-    elsewhere, effects = Elsewhere(tx, old, new), tx.output
-    guards = [guard.moved(elsewhere) for guard in trace.guards]
-    values = _inputs_of_copy(tx, trace, module, facts, elsewhere)
+    other, effects = OtherModule(tx, old, new), tx.output
+    guards = [guard.moved(other) for guard in trace.guards]
+    values = _inputs_of_copy(tx, trace, module, facts, other)
     ordered = effects.guard_on_key_order
-    ordered.update([elsewhere.source(source) for source in ordered])
+    ordered.update([other.source(source) for source in ordered])
     add_guards(tx, guards)
     assert tx.fake_mode is not None
     fakes, names = Fakes(tx.fake_mode), Names(tx, effects.resolve_source_value(old), real_value(tx, module))
@@ -183,9 +183,9 @@ def copy_call(
 
 
 def _inputs_of_copy(
-    tx: Translator, trace: CallTrace, module: VariableTracker, facts: Sequence[Fact], elsewhere: Elsewhere
+    tx: Translator, trace: CallTrace, module: VariableTracker, facts: Sequence[Fact], other: OtherModule
 ) -> dict[torch.fx.Node, torch.fx.Node]:
-    """What the other call has for each node from outside.
+    """The counterparts of nodes from outside in the other call.
 
     Raises:
         Differs: something is missing or different; nothing was changed.
@@ -198,8 +198,8 @@ def _inputs_of_copy(
         elif isinstance(origin, _InPlaceOf):
             variable = notes(tx, "replaced_by").get((id(real.get_submodule(origin.path)), origin.name))
         elif isinstance(origin, _Below):
-            source = elsewhere.source(origin.source)
-            below[outer] = source, elsewhere.value(source)
+            source = other.source(origin.source)
+            below[outer] = source, other.value(source)
             if seen.setdefault(id(below[outer][1]), outer) is not outer:
                 raise Differs(f"{source.name} is one object with another input")
             continue

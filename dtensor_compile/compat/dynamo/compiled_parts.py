@@ -39,7 +39,7 @@ def parts_compiled(model: Callable[..., Any], how: Mapping[str, Any] | None) -> 
     """While active, the parts of `model` that are compiled by themselves are compiled in another way.
 
     Args:
-        how: goes to ``torch.compile``; None: they are compiled with what calls them (Dynamo inlines wrapped ones).
+        how: arguments for ``torch.compile``; None: they are compiled with their callers (Dynamo inlines wrapped ones).
     """
     parts = compiled_parts(model).values()
     before = [part.forward if isinstance(part, OptimizedModule) else part._compiled_call_impl for part in parts]

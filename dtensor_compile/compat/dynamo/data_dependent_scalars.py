@@ -101,13 +101,13 @@ def numbers_in_the_graph() -> Iterator[None]:
         tuple[Any, str]
     ] = []  # per attempt that needed a value: the frame's speculation log, and the error's text
 
-    def said_of(log: Any) -> list[str]:
-        return [said for other, said in failed if other is log]
+    def messages_of(log: Any) -> list[str]:
+        return [text for other, text in failed if other is log]
 
     def trace_frame(stock: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         log = given["speculation_log"]
-        attempt = len(said_of(log))
+        attempt = len(messages_of(log))
         try:
             with config.patch(_ATTEMPTS[attempt]):
                 return stock(*args, **kwargs)
@@ -122,7 +122,7 @@ def numbers_in_the_graph() -> Iterator[None]:
 
     def method_item(_: Any, self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> None:
         if not tx.one_graph and not config.capture_scalar_outputs:
-            graph_break("number-needed", f"{self}.item(); " + " ".join(said_of(tx.speculation_log)))
+            graph_break("number-needed", f"{self}.item(); " + " ".join(messages_of(tx.speculation_log)))
 
     with patched(_TRACE, trace_frame), tensor_methods(item=method_item):
         yield

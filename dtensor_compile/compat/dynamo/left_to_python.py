@@ -49,7 +49,7 @@ def leave_calls_to_python(function: types.FunctionType) -> None:
     """Leaves frames of `function` that Python enters to Python from now on, and so everything that they call.
 
     The code is marked for good: Dynamo decides about a frame without tensors before it calls `_compile`, and would then
-    compile what the frame calls.
+    compile the functions that the frame calls.
     """
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 

@@ -147,7 +147,8 @@ def notes(tx: Translator, name: str) -> dict[Any, Any]:
 
 
 def happens_once(tx: Translator, what: str) -> None:
-    """Notes that the code that is being traced does what the nodes of its graph do not: `what` says it as "it ..."."""
+    """Records a side effect of the code being traced that copies of its nodes would not repeat; `what` is a sentence,
+    "it ..."."""
     happened = notes(tx, "happened")
     happened[len(happened)] = what
 

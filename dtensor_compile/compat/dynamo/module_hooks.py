@@ -49,7 +49,7 @@ Facts = tuple[Any, ...] | None
 
 
 #: Extra arguments for tracing a subgraph: a hook may return the gradient that it gets, and write to it, which has to be
-#: said as of 2.15; before 2.13 it needs a target.
+#: declared as of 2.15; before 2.13 it needs a target.
 _NAMED: dict[str, Any] = {"supports_aliasing": True, "supports_input_mutation": True}
 _NAMED |= {} if OPAQUE else {"source_target": torch.ops.higher_order.wrap}
 
@@ -202,7 +202,7 @@ class _Body:
     Attributes:
         facts: about the gradients that it is traced for, per group (of the inputs, of the outputs of a module) and
             gradient.
-        kept: which results are tensors; the others are None.
+        kept: whether each result is a tensor; the others are None.
         proxies: the graph, and the tensors that the hooks use besides their gradients.
     """
 

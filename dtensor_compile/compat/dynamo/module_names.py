@@ -30,7 +30,7 @@ def root_names(
     """Maps Dynamo's names of roots to those of the program, where they differ; longer ones, of parts of others, first.
 
     Args:
-        code: what is compiled.
+        code: the code object that is compiled.
         function: name of the function; after a graph break, that of `code` differs.
         local_values: arguments by name.
         closure: values of the free variables of `code`.

@@ -45,7 +45,7 @@ class FrameCompilation:
         seconds: measured, nested compilations included; 0 until it has ended.
         outermost: whether no other compilation contains it.
         names: the program's names of modules for which Dynamo has others (`module_names.root_names`).
-        calls: how often its graphs ran, as far as their backend tells; of all graphs of the frame together.
+        calls: number of runs of its graphs, as far as their backend reports it; of all graphs of the frame together.
     """
 
     number: int
@@ -121,8 +121,8 @@ def name_modules(gm: torch.fx.GraphModule) -> None:
 
 
 def name_in_program(name: str) -> str:
-    """Dynamo's name of a module, or of what is inside of it, with that of the program where Dynamo's root is another,
-    in the frame that is being compiled."""
+    """Dynamo's name of a module, or of something inside of it, with the root's name in the program if Dynamo has
+    another, in the frame that is being compiled."""
     this = current_compilation()
     for root, known in this.names.items() if this is not None else ():
         if name.startswith(root):
@@ -131,7 +131,7 @@ def name_in_program(name: str) -> str:
 
 
 def forget_fixed_address(node: torch.fx.Node) -> bool:
-    """Takes back that an input of a graph has a fixed address; whether Dynamo took it for one."""
+    """Clears the mark that an input of a graph has a fixed address; returns whether it was set."""
     return node.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None) is not None
 
 
@@ -325,17 +325,17 @@ Graphs = Callable[[torch.fx.Graph], None]
     remove_when="AOTAutograd has a listener for the graphs that it passes to a compiler",
 )
 @contextlib.contextmanager
-def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
-    """While active, `tell` sees every forward and backward graph that other backends get from AOTAutograd.
+def watch_graphs_of_others(on_graph: Graphs) -> Iterator[None]:
+    """While active, `on_graph` gets every forward and backward graph that other backends get from AOTAutograd.
 
     Inductor's graphs are seen after its post-grad passes, others as AOTAutograd made them; they must not be changed.
     Inductor takes no graph out of its caches meanwhile.
     """
     from torch._inductor import config
 
-    def told(compiler: Any) -> Any:
+    def observed(compiler: Any) -> Any:
         def compile_(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            tell(gm.graph)
+            on_graph(gm.graph)
             return compiler(gm, inputs)
 
         return compile_
@@ -347,17 +347,17 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
         for name in ("fw_compiler", "bw_compiler", "inference_compiler"):
             compiler = kwargs.get(name)
             if compiler is not None and not isinstance(compiler, SerializableAOTDispatchCompiler):
-                kwargs[name] = told(compiler)
+                kwargs[name] = observed(compiler)
         return stock(gm, example_inputs, **kwargs)
 
     def of_inductor(graph: torch.fx.Graph) -> None:
         if not isinstance(config.post_grad_custom_pre_pass, GraphPass):  # ours reports its own graphs
-            tell(graph)
+            on_graph(graph)
 
-    told_of = GraphPass(of_inductor, None, config.post_grad_custom_post_pass)
+    after = GraphPass(of_inductor, None, config.post_grad_custom_post_pass)
     with (
         patched(_SIMPLIFIED, aot_module_simplified, every_thread=True),
-        config.patch(post_grad_custom_post_pass=told_of),
+        config.patch(post_grad_custom_post_pass=after),
     ):
         yield
 

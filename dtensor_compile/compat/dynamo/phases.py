@@ -1,4 +1,4 @@
-"""Observes the phases of torch's compilation, and for which module of the program it works meanwhile.
+"""Observes the phases of torch's compilation, and the module of the program that each phase handles.
 
 torch brackets its phases by events for its own traces (``dynamo_timed``): tracing of a frame, of the joint graph,
 passes, lowering, scheduling, code generation, the compiler of the kernels. Inside of some of them it goes from module
@@ -27,7 +27,7 @@ _WRITES_TRITON = patch("torch._inductor.codegen.simd:SIMDScheduling.codegen_node
 
 
 class PhaseWatcher(Protocol):
-    """Receives what torch begins to do, and when it has done that, on the thread that compiles."""
+    """Receives begin and end of torch's phases, on the thread that compiles."""
 
     def begin(self, phase: str) -> None:
         """A phase of torch begins, inside of those that have not ended."""
@@ -36,7 +36,7 @@ class PhaseWatcher(Protocol):
         """torch works for a module, which has this name in Dynamo's graphs (empty: for none), in the same phase."""
 
     def end(self, name: str) -> None:
-        """The phase or module of that name that was begun last has ended, with all that was begun inside of it."""
+        """The phase or module that began last under that name ends, and all that are nested in it."""
 
 
 @needs(

@@ -1,7 +1,6 @@
-"""Frames that Dynamo does not compile: whether the program gets the error, and those that it has compiled as often as
-its limits allow.
+"""Frames that Dynamo does not compile: whether the program gets the error, and whether a recompile limit is the reason.
 
-Dynamo decides so on each rank by itself: where guards fail on one rank only, that rank runs the frame in eager from
+Dynamo decides this on each rank by itself: where guards fail on one rank only, that rank runs the frame in eager from
 then on, and the others run a graph with other collectives.
 """
 
@@ -42,14 +41,14 @@ def reaches_recompile_limit(error: BaseException) -> bool:
 
 
 class Fate(enum.Enum):
-    """What becomes of a frame that is not compiled: the program gets the error; it runs in eager, as the program asks
+    """The outcome for a frame that is not compiled: the program gets the error; it runs in eager, as the program asks
     for with ``torch._dynamo.config.suppress_errors``; or Dynamo goes on, with a graph break for instance."""
 
     RAISES, SUPPRESSED, GOES_ON = range(3)
 
 
 def fate_of_frame(error: BaseException, *, one_graph: bool) -> Fate:
-    """What Dynamo does about an error that ends the compilation of a frame.
+    """Dynamo's handling of an error that ends the compilation of a frame.
 
     Args:
         one_graph: whether it is compiled with ``fullgraph=True``.
@@ -68,8 +67,8 @@ def never_suppressed(box: Any) -> Iterator[None]:
     """While active, an error that leaves the context reaches the program, whatever ``suppress_errors`` says.
 
     Args:
-        box: the ``ConvertFrameBox`` in which ``_compile`` tells its caller whether graph breaks are errors; None where
-            the caller raises everything.
+        box: the ``ConvertFrameBox`` in which ``_compile`` reports whether graph breaks are errors; None where the
+            caller raises everything.
     """
     try:
         yield
@@ -82,6 +81,6 @@ def never_suppressed(box: Any) -> Iterator[None]:
 def run_in_eager(error: BaseException) -> None:
     """Changes an error that ends the compilation of a frame so that all later calls of the frame run in eager.
 
-    Stock torch runs what it has compiled where its guards hold, which may be on some ranks only.
+    Stock torch runs compiled code where its guards hold, which may be on some ranks only.
     """
     error.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # type: ignore[attr-defined]

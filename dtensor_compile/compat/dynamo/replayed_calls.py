@@ -4,7 +4,8 @@ A model is a list of blocks with the same code. Tracing the code of one takes te
 milliseconds. The nodes of one call are copied for another where everything that the trace depended on is equal for it:
 
 - its arguments: tensors with the same metadata (placements of DTensors included), the same sizes and constants;
-- all facts under guards of the module and of what is below it, checked for the other module, which gets these guards;
+- all facts under guards of the module and of everything below it, checked for the other module, which gets these
+  guards;
 - parameters that are one tensor in one module, and are one tensor in the other;
 - the state of torch, and that the program has written to nothing since that it had not made itself.
 
@@ -34,8 +35,8 @@ from torch._guards import Source, TracingContext
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.call_facts import (
     Differs,
-    Elsewhere,
     Fact,
+    OtherModule,
     argument_facts,
     chain,
     guards_below,
@@ -67,8 +68,8 @@ class Frame:
         traces: by the code that is called.
         count: number of the traces.
         tracing: whether a block is being traced.
-        writes: number of writes to what the frame did not make.
-        effects: what the block that is being traced does besides computing.
+        writes: number of writes to objects that the frame did not make.
+        effects: side effects of the block that is being traced.
         known: ids of the trackers of objects that were there before.
     """
 
@@ -97,7 +98,7 @@ def _traced_apart(tx: Translator, module: VariableTracker, reason: Differs) -> N
 
 
 def traced_apart() -> list[tuple[str, str]]:
-    """The calls of blocks in the graph that is being compiled which were traced by themselves: module, and why."""
+    """The module and the reason for each call of a block that was traced by itself in the graph being compiled."""
     found: list[tuple[str, str]] = vars(TracingContext.get()).get(_APART, [])
     return found
 
@@ -138,7 +139,7 @@ def _is_of_block(tx: Translator, function: Any, args: Sequence[VariableTracker])
 
 def _owner(tx: Translator, source: Source, module: torch.nn.Module) -> torch.nn.Module | None:
     """The module of which `module` is a member, as its source says."""
-    here = Elsewhere(tx, source, source)
+    here = OtherModule(tx, source, source)
     with contextlib.suppress(Differs):  # a source of a value that tracing made
         values = (here.value(base) for base in chain(source))
         return next((value for value in values if isinstance(value, torch.nn.Module) and value is not module), None)
@@ -146,7 +147,7 @@ def _owner(tx: Translator, source: Source, module: torch.nn.Module) -> torch.nn.
 
 
 def _is_large(module: torch.nn.Module) -> bool:
-    """Whether several modules in `module` have parameters of their own; others are traced in no time."""
+    """Whether several modules in `module` have parameters of their own; copying saves nothing for others."""
     return sum(bool(part._parameters) for part in module.modules()) >= 2
 
 
@@ -267,7 +268,7 @@ def _call(
 
 
 def _writes(stock: Any, self: SideEffects, item: VariableTracker) -> Any:
-    """Notes writes to what the frame did not make, and writes of a block to what it did not make."""
+    """Counts writes to objects that the frame, or the block being traced, did not make."""
     frame = _frame_of(self)
     if frame is not None:
         outside = isinstance(item.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
@@ -278,7 +279,7 @@ def _writes(stock: Any, self: SideEffects, item: VariableTracker) -> Any:
 
 
 def _reads(stock: Any, self: SideEffects, item: VariableTracker, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Notes reads of what the program has written, in objects that a block did not make."""
+    """Notes reads of attributes that the program has written, of objects that a block did not make."""
     frame = _frame_of(self)
     if frame is not None and frame.tracing and id(item) in frame.known:
         frame.effects.append(f"it reads {name}, which the program has written")

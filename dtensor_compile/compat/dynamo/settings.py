@@ -37,7 +37,7 @@ def compiles_on_one_rank() -> bool:
 
 
 def saves_compiled_graph() -> bool:
-    """Whether torch saves what is compiled now by itself, to be loaded without this package's backend
+    """Whether torch saves the graph being compiled by itself, to be loaded without this package's backend
     (``aot_compile``)."""
     return bool(functorch_config.bypass_autograd_cache_key and functorch_config.bundled_autograd_cache)
 
@@ -97,8 +97,8 @@ def _remember() -> Callable[[], None]:
 
 
 def _set(setter: Callable[..., None]) -> Call:
-    """A handler that applies the setting to what is traced now, and adds a node that applies it when the graph is
-    traced again."""
+    """A handler that applies the setting during the trace, and adds a node that applies it when the graph is traced
+    again."""
     has_side_effect(setter)
 
     def call(

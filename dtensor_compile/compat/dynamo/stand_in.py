@@ -1,6 +1,6 @@
 """Python stand-ins for pybind objects (Work, Future) while tracing.
 
-A class of ours extends a C++ class of torch's and implements in Python what the program may do with an object. While
+A class of ours extends a C++ class of torch's and implements in Python the methods that the program may call. While
 tracing, an object consists only of the fields of the class. To the program it is of the C++ class. An object that
 leaves the graph is constructed then.
 """

@@ -319,7 +319,7 @@ _at_failure: list[Callable[[types.CodeType, Exception, Fate], None]] = []
 
 def at_failed_frames(failed: Callable[[types.CodeType, Exception, Fate], None]) -> None:
     """From now on, `failed` is called where Dynamo does not compile a frame for one of our backends; with its code, the
-    error, which it may change, and what becomes of the frame. An error that it raises reaches the program."""
+    error, which it may change, and its `Fate`. An error that it raises reaches the program."""
     _at_failure.append(failed)
 
 

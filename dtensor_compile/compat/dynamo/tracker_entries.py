@@ -1,4 +1,4 @@
-"""Data that describes what is installed while Dynamo traces for our backend."""
+"""Description, as data, of the entries installed while Dynamo traces for our backend."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def graph_break(code: str, context: str, explanation: str = "", hint: str = "") 
     Args:
         code: the cause, as in `dtensor_compile.causes`.
         context: the construct that was found.
-        explanation, hint: why it is not traced, and what the user can do; by default, the cause's texts.
+        explanation, hint: the reason why it is not traced, and the remedy; by default, the cause's texts.
     """
     row = cause(code)
     unimplemented(
@@ -168,7 +168,7 @@ def class_of(owner: VariableTracker, tx: Translator) -> VariableTracker:
     return VariableBuilder(tx, TypeSource(source_of(owner)))(type(owner.as_python_constant()))
 
 
-#: What the names of globals for objects of tracing begin with; then their kind, and its address.
+#: Prefix of the names of globals for objects of tracing; kind and address follow.
 _CONSTANT = "__dtensor_compile_"
 _NAMED = re.compile(r"(?:G_|__)dtensor_compile_([a-z_]+)_[0-9]+_c.*")
 

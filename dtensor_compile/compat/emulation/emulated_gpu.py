@@ -104,17 +104,19 @@ class CudaTensorsAreFake(FakeTensorMode):
     """Makes tensors on ``cuda`` fake; computes operators that involve none of them.
 
     Args:
-        told: called with each operator that involves one, its arguments and its result.
+        on_operator: called with each operator that involves one, its arguments and its result.
         read: called with one whose value the program reads; returns a value, or None where that is an error.
     """
 
     supports_higher_order_operators = True  # their rules are registered for FakeTensorMode, not for this class
 
     def __init__(
-        self, told: Callable[[Any, Sequence[Any], Any], None], read: Callable[[torch.Tensor], bool | int | float | None]
+        self,
+        on_operator: Callable[[Any, Sequence[Any], Any], None],
+        read: Callable[[torch.Tensor], bool | int | float | None],
     ) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.told, self.read = told, read
+        self.on_operator, self.read = on_operator, read
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -126,7 +128,7 @@ class CudaTensorsAreFake(FakeTensorMode):
             if func is torch.ops.aten._local_scalar_dense.default and (value := self.read(args[0])) is not None:
                 return value
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            self.told(func, args, result)
+            self.on_operator(func, args, result)
             return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
@@ -193,7 +195,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         mode = CudaTensorsAreFake(hooks.operator, hooks.read)
         stack.enter_context(_entered_while_traced(mode))
         stack.enter_context(_no_measured_times())
-        stack.enter_context(_resizes_told(hooks.resized))
+        stack.enter_context(_report_resizes(hooks.resized))
         stack.enter_context(_modules_keep_parameters())
         stack.enter_context(mode)
         yield
@@ -214,10 +216,10 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def _report_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     def resize(stock: Any, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result: torch.UntypedStorage = stock(storage, size)
-        told(storage)
+        on_resize(storage)
         return result
 
     with patched(_RESIZE, resize):
@@ -226,7 +228,7 @@ def _resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None
 
 @contextlib.contextmanager
 def _no_measured_times() -> Iterator[None]:
-    """Disables what ``DistributedDataParallel`` reads from the device: measured times, and the comparison of parameters
+    """Disables reads of ``DistributedDataParallel`` from the device: measured times, and the comparison of parameters
     with those of other ranks."""
     with patched_values({_RUNTIME_STATS: do_nothing, _VERIFY: do_nothing}):
         yield

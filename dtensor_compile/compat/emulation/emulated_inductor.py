@@ -76,7 +76,7 @@ INDUCTOR_ROWS = (
 
 @dataclass(frozen=True)
 class Hooks:
-    """Receives what Inductor generates.
+    """Receives the code that Inductor generates.
 
     Attributes:
         kernel: called with the name and the source of a Triton kernel; returns the object whose ``run`` the generated
@@ -84,7 +84,7 @@ class Hooks:
         graph: called with the generated code and whether it is of a backward graph; returns a function that makes the
             context to run it in.
         operator: called with each operator that the device is given, its arguments and its result.
-        resized: called with a storage whose size was changed, as FSDP frees memory that it goes on to refer to.
+        resized: called with a storage whose size was changed, as FSDP does to free memory of tensors that it keeps.
         read: called with a tensor whose value the program reads; returns one, or None where that is an error.
     """
 
@@ -258,21 +258,21 @@ class Watch(TorchDispatchMode):
     """Reports the operators that generated code calls, except views and allocations.
 
     Args:
-        told: called with the operator, its arguments and its result.
+        on_operator: called with the operator, its arguments and its result.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, told: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+    def __init__(self, on_operator: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
         super().__init__()
-        self.told = told
+        self.on_operator = on_operator
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator) or not func.is_view and func.namespace != "prim" and func not in _NEW:
-            self.told(func, args, result)
+            self.on_operator(func, args, result)
         return result
 
 

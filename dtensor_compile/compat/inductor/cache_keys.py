@@ -40,7 +40,7 @@ def keys_of_any_process() -> Iterator[None]:
     torch pickles the mesh, including Python's hash of its names, which differs between processes: no program with a
     mesh among its inputs would ever be found. For a memory format, ``pickle`` takes the first module that has a name
     ``torch``: in a process that `multiprocessing` spawns, ``__mp_main__``. Objects of tracing are globals that are
-    named by their addresses; what they are is in the key in the place where the graph takes them.
+    named by their addresses; the key has the objects themselves where the graph takes them.
     """
     from torch._inductor.codecache import FxGraphCachePickler, _ident
 

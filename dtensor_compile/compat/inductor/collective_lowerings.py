@@ -1,4 +1,4 @@
-"""Lowerings of collectives in Inductor without a type promotion that changes what is sent."""
+"""Lowerings of collectives in Inductor without a type promotion, which would change the data that is sent."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
         joint_pass: runs on the joint graph (on the forward graph if there is no backward).
         post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
         kernel_passes: run over Inductor's kernels before and after fusion; None keeps Inductor's order.
-        key: what determines the work of the passes besides the graph; part of the cache keys. None: no cache is used.
+        key: everything that the passes depend on besides the graph; part of cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
         cacheable: functions that depend on nothing but their arguments, so that caches may keep graphs that call them.
         uncompiled: called with the graph (``"forward"``, ``"backward"``) whose kernels do not compile, and the
@@ -216,8 +216,8 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
 
 
 def _graph_compiler(lowered: LoweredGraph, uncompiled: Callable[[str, str], None] | None) -> Callable[..., Any]:
-    """Inductor's function that compiles one graph, with what has to be active also when a backward graph is compiled at
-    its first run."""
+    """Inductor's function that compiles one graph, in the scopes that must also be active when a backward graph is
+    compiled at its first run."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     from dtensor_compile.compat.inductor.kernel_nodes import waits_are_kept
@@ -326,8 +326,8 @@ def _configured(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., Any]] = ()) -> str:
-    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, ignoring calls of `cacheable`; empty if it does
-    not."""
+    """The reason why AOTAutograd keeps a Dynamo graph out of its cache on disk, ignoring calls of `cacheable`; empty if
+    it does not."""
     if not _REFUSALS.works():
         return ""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable

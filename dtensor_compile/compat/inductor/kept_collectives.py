@@ -1,7 +1,7 @@
-"""What a compiled graph is kept with in Inductor's cache: a text about its collectives, for the process that finds it.
+"""Text about the collectives of a compiled graph, kept with it in Inductor's cache for the process that finds it.
 
-A rank that finds its graph does not lower it, and could not tell other ranks, which may have to compile it, what
-collectives it calls.
+A rank that finds its graph does not lower it, and could not announce its collectives to other ranks, which may have to
+compile it.
 """
 
 from __future__ import annotations

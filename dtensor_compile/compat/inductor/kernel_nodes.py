@@ -103,7 +103,7 @@ class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_gra
         return nodes if self.then is None else self.then(nodes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the key alone: cache keys are pickled settings, and the functions called are not part of a key."""
+        """Pickles only the key: cache keys are pickled settings, and the functions called are not part of a key."""
         return SchedulerPass, (None, self.uuid())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerPass:
@@ -216,7 +216,7 @@ def order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
     """Runs Inductor's own last pass, which would otherwise run after ours.
 
     Returns:
-        The nodes in the new order, and what the pass knows about inputs that can be freed.
+        The nodes in the new order, and the pass's facts about inputs that can be freed.
     """
     from torch._inductor import memory
     from torch._inductor.virtualized import V

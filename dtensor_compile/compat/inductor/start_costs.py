@@ -1,5 +1,5 @@
-"""What a process pays although it finds its graphs and kernels in Inductor's caches: three things that torch does in
-each process, whose results are not used there or are known.
+"""Startup costs of a process that finds its graphs and kernels in Inductor's caches: three steps of torch in each
+process, whose results are unused or already known.
 
 - The header of C++ kernels is preprocessed and hashed, to find the precompiled one, also where no kernel is compiled.
 - A process is started that loads a small library, to see whether the processor's vector instructions can be used.
@@ -54,7 +54,7 @@ def processor() -> str:
 
 
 def _load(stock: Any, cls: Any, main_code: str, device_type: str = "cpu", submit_fn: Any = None, **others: Any) -> Any:
-    """Prepares the header if a library is missing, which torch finds out when it has prepared it."""
+    """Prepares the header only if a library is missing; torch prepares it first."""
 
     def forget(load: Any) -> None:
         for key in [key for key, known in cls.cache.items() if known is load]:

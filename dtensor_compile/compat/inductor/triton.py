@@ -61,7 +61,7 @@ def driver_for(gpu: Gpu) -> Iterator[None]:
     if triton_version() is None:
         raise OfflineError(
             'kernels are Triton\'s, which is not installed: pip install "dtensor-compile[triton]". Without it, '
-            "programs compile and run on CPUs, and dtensor-compile report and explain tell of breaks, collectives and "
+            "programs compile and run on CPUs, and dtensor-compile report and explain show breaks, collectives and "
             "times for h100, h200 and other machines"
         )
     from triton.runtime.driver import driver
@@ -143,6 +143,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said.stdout + said.stderr)}
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout + done.stderr)}
     return found["REG"], found["STACK"] + found["LOCAL"]

@@ -1,8 +1,8 @@
 """Runs a graph operator by operator if one of its Inductor kernels does not compile.
 
-Errors of compilers are told apart from errors in passes and in Inductor itself, which abort the compilation: they are
-C++ compile errors, Triton's errors, or raised through Triton. The graph that runs instead is our lowered one, before
-Inductor changes it: what ``kernels="aten"`` runs. Its collectives are those that the ranks agreed on.
+Errors of compilers are not errors in passes or in Inductor itself, which abort the compilation: they are C++ compile
+errors, Triton's errors, or raised through Triton. The graph that runs instead is our lowered one, before Inductor
+changes it, as with ``kernels="aten"``. Its collectives are those that the ranks agreed on.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class _Operators(OutputCode):
 
 
 def run_uncompiled(
-    compile_graph: Callable[..., Any], lowered: LoweredGraph, told: Callable[[str, str], None]
+    compile_graph: Callable[..., Any], lowered: LoweredGraph, on_failure: Callable[[str, str], None]
 ) -> Callable[..., Any]:
     """`compile_graph` (Inductor's), whose result runs operator by operator if a kernel does not compile.
 
     Args:
         lowered: keeps each graph once it is lowered.
-        told: called with the graph (``"forward"``, ``"backward"``) and the last lines of the compiler's message.
+        on_failure: called with the graph (``"forward"``, ``"backward"``) and the last lines of the compiler's message.
     """
 
     def compile_or_run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -69,10 +69,10 @@ def run_uncompiled(
         try:
             return compile_graph(gm, example_inputs, **kwargs)
         except Exception as error:
-            said = compiler_said(getattr(error, "inner_exception", error))
-            if said is None or lowered.module is None:
+            output = compiler_output(getattr(error, "inner_exception", error))
+            if output is None or lowered.module is None:
                 raise
-            told("backward" if kwargs.get("is_backward") else "forward", said)
+            on_failure("backward" if kwargs.get("is_backward") else "forward", output)
             context = TracingContext.try_get()
             if context is not None and context.output_strides:
                 context.output_strides.clear()  # these belong to the kernels; operators have the strides of the graph
@@ -103,7 +103,7 @@ def run_made(made: Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]])
     return compile_graph
 
 
-def compiler_said(error: BaseException) -> str | None:
+def compiler_output(error: BaseException) -> str | None:
     """The last lines of a compiler's message; None if the error is not a compiler's."""
     from torch._inductor.compile_worker.subproc_pool import SubprocException
     from torch._inductor.exc import CppCompileError

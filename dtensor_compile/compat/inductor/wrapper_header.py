@@ -1,4 +1,4 @@
-"""Lines of ours at the head of the code that Inductor generates, which run when it is loaded, in whatever process."""
+"""Lines of ours at the head of the code that Inductor generates, which run when it is loaded, in any process."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-// A CUDA device in name only, on a machine without one: autograd takes fake tensors that say they are on one.
+// A nominal CUDA device on a machine without one: autograd accepts fake tensors on ``cuda``.
 //
-// Autograd asks the guard of a tensor's device for streams, and the hooks of CUDA whether torch was built with it and whether a device
-// is in use. A torch built without CUDA has no guard, and hooks that say no; a fake tensor that needs a gradient would end the process.
-// One built for CUDA asks the driver, which is not there. Here is a guard that does nothing, and hooks that say yes to those two
-// questions. The caller sees to it that autograd has started its threads, one a device, before, and runs in his own. And
-// scaled_dot_product_attention, which asks a function of the device for its kernel, gets the one that it would get there. All is taken
-// back by the same function, but for the clock of DistributedDataParallel: a torch built for CUDA has one that asks the driver.
+// Autograd queries the guard of a tensor's device for streams, and the CUDA hooks for whether torch was built with CUDA and whether a
+// device is in use. A torch built without CUDA has no guard, and its hooks answer no; a fake tensor that requires a gradient would end
+// the process. One built for CUDA queries the driver, which is missing. This file installs a guard that does nothing, and hooks that
+// answer both with yes. The caller ensures that autograd has started its threads, one per device, before, and runs in the calling
+// thread. scaled_dot_product_attention, which queries a function of the device for its kernel, gets the kernel of a real device. The
+// same function undoes all of this, except for the timer of DistributedDataParallel, which queries the driver in a torch built for CUDA.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -56,8 +56,8 @@ struct Timer final : c10d::Timer {
   }
 };
 
-// Before any DistributedDataParallel is made. A registry keeps what was last put there for good; without a driver nobody can use the
-// clock that it had.
+// Called before any DistributedDataParallel is made. A registry keeps its last entry for good; without a driver the previous timer is of
+// no use.
 void put_timer() {
   static bool done = false;
   if (!std::exchange(done, true) && c10d::TimerRegistry()->Has(c10::DeviceType::CUDA)) {
@@ -67,15 +67,15 @@ void put_timer() {
   }
 }
 
-// What torch takes on an architecture from sm_80 on, cuDNN's kernels aside: flash attention for narrow types without a mask, else
+// torch's choice on architectures from sm_80 on, except for cuDNN's kernels: flash attention for narrow types without a mask, else
 // memory-efficient attention, else operators of their own.
 int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
                          double, bool, std::optional<double>, bool enable_gqa) {
   const auto& context = at::globalContext();
   const auto type = query.scalar_type();
   const bool narrow = type == at::kHalf || type == at::kBFloat16;
-  const bool alike = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key.scalar_type() == type && value.scalar_type() == type;
-  if (alike && query.sym_size(-1) == value.sym_size(-1)) {
+  const bool same_kind = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key.scalar_type() == type && value.scalar_type() == type;
+  if (same_kind && query.sym_size(-1) == value.sym_size(-1)) {
     if (context.userEnabledFlashSDP() && narrow && !mask && query.sym_size(-1) <= 256) {
       return static_cast<int64_t>(sdp::SDPBackend::flash_attention);
     }
@@ -89,7 +89,7 @@ int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const a
 
 }  // namespace
 
-// 1 where that was done; 0, and nothing, where it is done already (or, with on = 0, is not).
+// Returns 1 if it changed something; 0 if it was installed already (or, with on = 0, was not).
 extern "C" int dtensor_compile_cuda_device(int on) {
   using at::native::_fused_sdp_choice_stub;
   using Choice = std::remove_reference_t<decltype(_fused_sdp_choice_stub)>;
@@ -104,7 +104,7 @@ extern "C" int dtensor_compile_cuda_device(int on) {
     return 0;
   }
   void*& choice = reinterpret_cast<at::native::DispatchStubImpl&>(_fused_sdp_choice_stub).cuda_dispatch_ptr;
-  // Torch keeps one object of hooks for good. It has no data, so that its type is all that it is: the pointer to its functions.
+  // torch keeps one object of hooks for good. It has no data besides the pointer to its functions.
   void* object = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   if (on != 0) {
     put_timer();
@@ -116,7 +116,7 @@ extern "C" int dtensor_compile_cuda_device(int on) {
     slot.store(stock_guard);
     choice = stock_choice;
     std::memcpy(object, &stock_hooks, sizeof(stock_hooks));
-    torch::utils::set_requires_device_init(c10::DeviceType::CUDA, true);  // torch may have taken it for found
+    torch::utils::set_requires_device_init(c10::DeviceType::CUDA, true);  // torch may have recorded that the device was initialized
   }
   return 1;
 }

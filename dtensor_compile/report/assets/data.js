@@ -29,7 +29,7 @@ function bytesText(bytes) {
 }
 const exactBytes = (bytes) => bytes.toLocaleString("en");
 const baseName = (file) => file.slice(file.lastIndexOf("/") + 1);
-/** blocks.3.attention -> blocks.*.attention: layers that are alike are one. */
+/** blocks.3.attention -> blocks.*.attention: equal layers are one. */
 const anyLayer = (module) => module.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
 function addTo(map, key, value) {
   const list = map.get(key);

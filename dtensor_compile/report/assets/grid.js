@@ -34,11 +34,11 @@ function windowOf(source) {
 
 const SHOWN = 100;
 
-/** A table that can be searched and sorted. Rows with the same `alike` are one row, whose numbers are added up.
+/** A table that can be searched and sorted. Rows with the same `groupKey` are one row, whose numbers are added up.
     A column has a name, a title, `of(row)` as text or number, and maybe `show(value, row, rows)` for what stands in the cell. */
 class Grid {
-  constructor(id, title, note, { rows, columns, alike = null, sort, none }) {
-    Object.assign(this, { id, rows, columns, alike, none, order: sort });
+  constructor(id, title, note, { rows, columns, groupKey = null, sort, none }) {
+    Object.assign(this, { id, rows, columns, groupKey, none, order: sort });
     this.part = section(id, title, note, () => rows().length);
     this.seek = element("input", { type: "search", placeholder: "search", "aria-label": `search ${title}` });
     this.seek.oninput = () => {
@@ -48,7 +48,7 @@ class Grid {
     };
     this.count = element("span", { className: "count", "aria-live": "polite" });
     this.part.head.append(this.seek);
-    if (alike) {
+    if (groupKey) {
       this.each = element("input", { type: "checkbox" });
       this.each.onchange = () => {
         state.set(`${id}.each`, this.each.checked ? "1" : "");
@@ -73,7 +73,7 @@ class Grid {
     const words = state.get(`${this.id}.q`).toLowerCase().split(/\s+/).filter(Boolean);
     const found = this.rows().filter((row) => words.every((word) => this.text(row).includes(word)));
     const groups = new Map();
-    found.forEach((row, i) => addTo(groups, this.alike && !state.get(`${this.id}.each`) ? this.alike(row) : i, row));
+    found.forEach((row, i) => addTo(groups, this.groupKey && !state.get(`${this.id}.each`) ? this.groupKey(row) : i, row));
     const [, sign, name] = /^(-?)(.*)$/.exec(state.get(`${this.id}.sort`, this.order));
     const column = this.columns.find((column) => column.name === name);
     const made = [...groups.values()].map((rows) => ({ rows, values: this.columns.map((column) => valueOf(column, rows)) }));

@@ -42,7 +42,7 @@ function leftAlone(rows) {
   ].filter(Boolean);
   return `left alone${costs.length ? ` (${costs.join(", ")})` : ""}:`;
 }
-const layersAlike = (row, ...values) => [row.source.key, anyLayer(row.module ?? ""), ...values].join("\u0000");
+const layerKey = (row, ...values) => [row.source.key, anyLayer(row.module ?? ""), ...values].join("\u0000");
 
 function makeTables() {
   const missedOrDecided = [
@@ -62,7 +62,7 @@ function makeTables() {
       show: (value, row, rows) => prose([leftAlone(rows), rows.length > 1 ? rows[0].reason : row.reason]),
     },
   ];
-  const alikeDecision = (row) =>
+  const decisionKey = (row) =>
     [row.kind, row.source.key, row.before, row.after, row.reason.replace(/[\d.]+/g, "")].join("\u0000");
   return [
     new Grid(
@@ -154,13 +154,13 @@ function makeTables() {
       "redistributions",
       "Redistributions",
       "Each change of placement, what forced it, and what became of it: bytes as captured and as sent in the end. " +
-        "Layers that are alike are one row.",
+        "Equal layers are one row.",
       {
         rows: () => sideNow().redistributions,
         sort: "-bytes",
         none: "None are known: the graphs of stock torch hold collectives only, and a program without DTensors has none.",
-        alike: (row) =>
-          layersAlike(row, row.before, row.after, row.phase, row.shape, row.dtype, row.plan, row.fate, row.operator),
+        groupKey: (row) =>
+          layerKey(row, row.before, row.after, row.phase, row.shape, row.dtype, row.plan, row.fate, row.operator),
         columns: [
           COLUMNS.times,
           COLUMNS.line,
@@ -222,7 +222,7 @@ function makeTables() {
       rows: () => sideNow().collectives,
       sort: "-exposed",
       none: "None.",
-      alike: (row) => layersAlike(row, row.kind, row.mesh_dim, row.phase, row.shape, row.dtype),
+      groupKey: (row) => layerKey(row, row.kind, row.mesh_dim, row.phase, row.shape, row.dtype),
       columns: [
         COLUMNS.times,
         { name: "kind", title: "collective", of: (row) => `${row.kind}[${row.mesh_dim}]`, className: "mono" },
@@ -245,7 +245,7 @@ function makeTables() {
         rows: () => sideNow().missed,
         sort: "what",
         none: "Nothing.",
-        alike: alikeDecision,
+        groupKey: decisionKey,
         columns: missedOrDecided,
       },
     ),
@@ -253,7 +253,7 @@ function makeTables() {
       rows: () => sideNow().decisions,
       sort: "what",
       none: "Nothing is known.",
-      alike: alikeDecision,
+      groupKey: decisionKey,
       columns: missedOrDecided,
     }),
     ...(SIDES.some((side) => side.stages.length) ? compileTimes() : []),
