@@ -12,7 +12,7 @@ from dtensor_compile.global_plan.message_passing import solve
 
 #: Weights of hidden communication: the least cost with any of them is a lower bound on the step. Small ones are for
 #: steps in which compute takes longer. Where communication does, the weight at which both are equal is searched for.
-_COMPUTE_BOUND, _LARGEST, _SEARCHES = (0.001, 0.1), 0.999, 6
+_COMPUTE_BOUND, _LARGEST, _SEARCHES = (0.001, 0.1), 0.999, 4
 
 #: Fraction of the seconds within which a plan that sends less is better: what is hidden still shares memory and cores.
 _AS_FAST = 0.005

@@ -8,7 +8,7 @@ table is smallest goes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -23,34 +23,44 @@ _Table = tuple[tuple[int, ...], np.ndarray]
 def eliminate(problem: PairwiseProblem, most: int = MOST_ENTRIES) -> list[int] | None:
     """The best choices; None if a table would have more than `most` entries."""
     sizes = [len(costs) for costs in problem.own]
+    order = _order(sizes, problem.pairs, most)
+    if order is None:
+        return None
     tables: list[_Table] = [((i,), np.asarray(costs, float)) for i, costs in enumerate(problem.own)]
     tables += [((i, j), np.asarray(costs, float)) for (i, j), costs in problem.pairs.items()]
-    near: list[set[int]] = [set() for _ in sizes]
-    for i, j in problem.pairs:
-        near[i].add(j)
-        near[j].add(i)
-    left, done = set(range(len(sizes))), []
-
-    def entries(i: int) -> int:
-        return sizes[i] * math.prod(sizes[j] for j in near[i])
-
-    while left:
-        i = min(left, key=lambda i: (entries(i), i))
-        if entries(i) > most:
-            return None
-        around = sorted(near[i])
+    done: list[tuple[int, list[int], np.ndarray]] = []
+    for i, around in order:
         table = _joined([t for t in tables if i in t[0]], [*around, i], sizes)
         tables = [t for t in tables if i not in t[0]]
         tables.append((tuple(around), table.min(axis=-1)))
         done.append((i, around, table.argmin(axis=-1)))
-        for j in around:
-            near[j] |= set(around)
-            near[j] -= {i, j}
-        left.discard(i)
     choice = [0] * len(sizes)
     for i, around, best in reversed(done):
         choice[i] = int(best[tuple(choice[j] for j in around)])
     return choice
+
+
+def _order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], most: int) -> list[tuple[int, list[int]]] | None:
+    """Variables in the order of elimination, each with its neighbors then; None if a table would be too large."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for i, j in pairs:
+        near[i].add(j)
+        near[j].add(i)
+
+    def entries(i: int) -> int:
+        return sizes[i] * math.prod(sizes[j] for j in near[i])
+
+    left, order = set(range(len(sizes))), []
+    while left:
+        i = min(left, key=lambda i: (entries(i), i))
+        if entries(i) > most:
+            return None
+        order.append((i, sorted(near[i])))
+        for j in near[i]:
+            near[j] |= near[i]
+            near[j] -= {i, j}
+        left.discard(i)
+    return order
 
 
 def _joined(tables: Sequence[_Table], variables: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
