@@ -33,6 +33,7 @@ class Choice:
         sent: bytes that a rank sends in a step.
         bound: seconds that no choice within the budget goes below.
         fits: whether the memory is within the budget.
+        overlaps: whether `hidden` runs beside compute.
     """
 
     choice: tuple[int, ...]
@@ -43,11 +44,13 @@ class Choice:
     sent: float
     bound: float
     fits: bool
+    overlaps: bool = True
 
     @property
     def seconds(self) -> float:
         """Estimated seconds of a step."""
-        return self.exposed + max(self.compute, self.hidden)
+        beside = max(self.compute, self.hidden) if self.overlaps else self.compute + self.hidden
+        return self.exposed + beside
 
     @property
     def gap(self) -> float:
@@ -55,29 +58,36 @@ class Choice:
         return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 
 
-def choose_placements(model: CostModel, budget: float | None = None) -> Choice:
+def choose_placements(model: CostModel, budget: float | None = None, overlaps: bool = True) -> Choice:
     """The choice with the least seconds of a step whose memory is within the budget.
 
-    If none is found within it, the one with the least memory; `Choice.fits` says so.
+    Of those that are as fast, the one that sends least. If none is found within the budget, the one with the least
+    memory; `Choice.fits` says so.
 
     Args:
         model: of the step.
         budget: bytes a rank may hold; None for no limit.
+        overlaps: whether redistributions of parameters and gradients run beside compute.
     """
+    if not overlaps:
+        choices, bound = _within(model, (1.0, 1.0), budget, overlaps)
+        best = _best(choices)
+        return replace(best, bound=min(bound, best.seconds))
     found: list[Choice] = []
     bound = 0.0
     low, high = _COMPUTE_BOUND[-1], _LARGEST
     for search in range(len(_COMPUTE_BOUND) + _SEARCHES):
         hiding = _COMPUTE_BOUND[search] if search < len(_COMPUTE_BOUND) else (low + high) / 2
-        choices, least = _within(model, hiding, budget)
+        # For each weight between 0 and 1, the least (1 - w) compute + w hidden + exposed is a lower bound on the step.
+        choices, least = _within(model, (1.0 - hiding, hiding), budget, overlaps)
         found += choices
         bound = max(bound, least)
         best = _best(found)
-        if best.seconds - bound <= _TOLERANCE * best.seconds:
-            break
-        if search >= len(_COMPUTE_BOUND) - 1 and all(choice.hidden <= choice.compute for choice in found):
-            break
-        low, high = (hiding, high) if choices[-1].hidden > choices[-1].compute else (low, hiding)
+        if search >= len(_COMPUTE_BOUND) - 1:
+            close = best.seconds - bound <= _TOLERANCE * best.seconds
+            if close or all(choice.hidden <= choice.compute for choice in found):
+                break
+            low, high = (hiding, high) if choices[-1].hidden > choices[-1].compute else (low, hiding)
     return replace(best, bound=min(bound, best.seconds))
 
 
@@ -89,16 +99,23 @@ def _best(found: Sequence[Choice]) -> Choice:
     return min(found, key=lambda choice: choice.memory)
 
 
-def _within(model: CostModel, hiding: float, budget: float | None) -> tuple[list[Choice], float]:
-    """Choices for prices of memory between which the budget is met, and the best lower bound (Lagrangian)."""
-    first, bound = _at_price(model, hiding, 0.0, budget)
+_Weights = tuple[float, float]
+
+
+def _within(model: CostModel, weights: _Weights, budget: float | None, overlaps: bool) -> tuple[list[Choice], float]:
+    """Choices for prices of memory between which the budget is met, and the best lower bound (Lagrangian).
+
+    Args:
+        weights: of compute and of hidden communication.
+    """
+    first, bound = _at_price(model, weights, 0.0, budget, overlaps)
     found = [first]
     if budget is None or first.fits:
         return found, bound
     low, high = 0.0, None
     price = first.seconds / budget
     for _ in range(_PRICES):
-        choice, least = _at_price(model, hiding, price, budget)
+        choice, least = _at_price(model, weights, price, budget, overlaps)
         found.append(choice)
         bound = max(bound, least - price * budget)
         if choice.fits:
@@ -109,13 +126,15 @@ def _within(model: CostModel, hiding: float, budget: float | None) -> tuple[list
     return found, bound
 
 
-def _at_price(model: CostModel, hiding: float, price: float, budget: float | None) -> tuple[Choice, float]:
+def _at_price(
+    model: CostModel, weights: _Weights, price: float, budget: float | None, overlaps: bool
+) -> tuple[Choice, float]:
     order = model.order()
-    solution = solve(model.problem(hiding, price), _TOLERANCE)
+    solution = solve(model.problem(*weights, price), _TOLERANCE)
     choice = [0] * len(order)
     for i, x in zip(order, solution.choice):
         choice[i] = x
     compute, exposed, hidden, memory = map(float, model.parts(choice))
     fits = budget is None or memory <= budget
-    made = Choice(tuple(choice), compute, exposed, hidden, memory, model.sent(choice), 0.0, fits)
+    made = Choice(tuple(choice), compute, exposed, hidden, memory, model.sent(choice), 0.0, fits, overlaps)
     return made, solution.bound

@@ -121,19 +121,19 @@ class CostModel:
         """Bytes that a rank sends in a step."""
         return float(sum(pair.sent[choice[i], choice[j]] for (i, j), pair in self.pairs.items()))
 
-    def problem(self, hiding: float, price: float) -> PairwiseProblem:
-        """The problem, in the order of `order`, with ``(1 - hiding) * compute + exposed + hiding * hidden + price *
-        memory`` as its cost.
+    def problem(self, compute: float, hidden: float, price: float) -> PairwiseProblem:
+        """The problem with weighted sums as its cost, in the order of `order`.
 
         Args:
-            hiding: between 0 and 1; for each value the least cost is a lower bound on the step.
+            compute: weight of the seconds of compute.
+            hidden: weight of the seconds of hidden communication; exposed ones count in full.
             price: seconds for a byte of memory.
         """
-        own = [(1.0 - hiding) * compute + price * memory for compute, memory in zip(self.compute, self.memory)]
+        own = [compute * seconds + price * memory for seconds, memory in zip(self.compute, self.memory)]
         pairs: dict[tuple[int, int], np.ndarray] = {}
         places = {i: place for place, i in enumerate(self.order())}
         for (i, j), pair in self.pairs.items():
-            costs = _finite(pair.exposed + hiding * pair.hidden)
+            costs = _finite(pair.exposed + hidden * pair.hidden)
             if i == j:
                 own[i] = own[i] + costs.diagonal()
             elif places[i] < places[j]:

@@ -169,17 +169,17 @@ def plan_step(
     cluster: Cluster,
     *,
     states: float = 3.0,
+    overlaps: bool = True,
     fixed: Mapping[str, Placements],
     memory: float | None = None,
 ) -> PlacementPlan:
-    """The plan of a recorded step; arguments are as those of `place`."""
-    without_rule: set[str] = set()
-    with rules_anywhere(), plans_for(cluster), fallback_reports(without_rule.add):
-        candidates = Candidates(mesh)
-        costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
-        variables = StepVariables(step, candidates, costs, CostSettings(cluster.device, states, fixed))
-        connect_calls(variables)
-    choice = choose_placements(variables.model, memory)
+    """The plan of a recorded step; arguments are as those of `place`.
+
+    Args:
+        overlaps: whether redistributions of parameters and gradients run beside compute, as with this backend.
+    """
+    variables, without_rule = build_variables(step, mesh, cluster, states=states, fixed=fixed)
+    choice = choose_placements(variables.model, memory, overlaps)
 
     def chosen(number: int) -> Placements:
         variable = variables.of_tensor[number]
@@ -193,8 +193,26 @@ def plan_step(
         memory,
         step,
         variables,
-        frozenset(without_rule | candidates.without_rule),
+        without_rule,
     )
+
+
+def build_variables(
+    step: RecordedStep,
+    mesh: DeviceMesh,
+    cluster: Cluster,
+    *,
+    states: float = 3.0,
+    fixed: Mapping[str, Placements] | None = None,
+) -> tuple[StepVariables, frozenset[str]]:
+    """The variables of a recorded step with all costs, and the operators for which DTensor has no rule."""
+    without_rule: set[str] = set()
+    with rules_anywhere(), plans_for(cluster), fallback_reports(without_rule.add):
+        candidates = Candidates(mesh)
+        costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
+        variables = StepVariables(step, candidates, costs, CostSettings(cluster.device, states, fixed or {}))
+        connect_calls(variables)
+    return variables, frozenset(without_rule | candidates.without_rule)
 
 
 def sum_of_results(result: Any) -> torch.Tensor:
