@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         gpu=args.gpu,
         cluster=args.cluster,
         settings=settings,
-        arguments=dict(map(_argument, args.set)),
+        arguments=dict(map(argument_of, args.set)),
         script_arguments=args.rest,
     )
     if args.json is not None and args.json != "-":
@@ -125,7 +125,8 @@ def _run(args: argparse.Namespace) -> int:
     return BROKEN if lines else OK
 
 
-def _argument(text: str) -> tuple[str, object]:
+def argument_of(text: str) -> tuple[str, object]:
+    """The name and the value of ``--set NAME=VALUE``."""
     name, sign, value = text.partition("=")
     if not name or not sign:
         raise TargetError(f"--set {text}: an argument and its value, NAME=VALUE")

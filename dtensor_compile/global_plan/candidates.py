@@ -61,6 +61,8 @@ class Candidates:
 
     def _combined(self, call: StepCall, given: Sequence[tuple[Placements, ...]]) -> tuple[Strategy, ...]:
         tensors, results = tensor_leaves((call.args, call.kwargs)), tensor_leaves(call.result)
+        if not tensors:  # each rank makes what it needs
+            return tuple(Strategy((), (placements,) * len(results)) for placements in self._of_all(results))
         views = len(tensors) == 1 and is_view(call)
         found: dict[Strategy, None] = {}
         for combination in itertools.product(*(self._on_dim(call, i) for i in range(len(self.shape)))):
@@ -75,6 +77,11 @@ class Candidates:
                 if all(self._even(x.shape, p) for x, p in zip(results, outputs)):
                     found[Strategy(inputs, outputs)] = None
         return tuple(found)
+
+    def _of_all(self, tensors: Sequence[torch.Tensor]) -> list[Placements]:
+        """Placements that all of these tensors can have."""
+        possible = [set(self.of_tensor(tensor)) for tensor in tensors]
+        return [placements for placements in self.of_tensor(tensors[0]) if all(placements in p for p in possible)]
 
     def _on_dim(self, call: StepCall, mesh_dim: int) -> list[Strategy]:
         key = self.shape[mesh_dim], facts_of_call(call)

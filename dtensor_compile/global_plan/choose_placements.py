@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from dtensor_compile.global_plan.cost_model import CostModel
 from dtensor_compile.global_plan.message_passing import solve
+from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE
 
 #: Weights of hidden communication: the least cost with any of them is a lower bound on the step. Small ones are for
 #: steps in which compute takes longer. Where communication does, the weight at which both are equal is searched for.
@@ -53,6 +55,11 @@ class Choice:
         return self.exposed + beside
 
     @property
+    def possible(self) -> bool:
+        """Whether the operators can run so at all."""
+        return math.isfinite(self.seconds) and math.isfinite(self.hidden) and self.seconds < IMPOSSIBLE
+
+    @property
     def gap(self) -> float:
         """How much less than `seconds` the best could take, as a fraction of it."""
         return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
@@ -75,7 +82,7 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
         return replace(best, bound=min(bound, best.seconds))
     found: list[Choice] = []
     bound = 0.0
-    low, high = _COMPUTE_BOUND[-1], _LARGEST
+    low, high = 0.0, _LARGEST
     for search in range(len(_COMPUTE_BOUND) + _SEARCHES):
         hiding = _COMPUTE_BOUND[search] if search < len(_COMPUTE_BOUND) else (low + high) / 2
         # For each weight between 0 and 1, the least (1 - w) compute + w hidden + exposed is a lower bound on the step.
@@ -83,11 +90,11 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
         found += choices
         bound = max(bound, least)
         best = _best(found)
+        low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].compute else (low, min(high, hiding))
         if search >= len(_COMPUTE_BOUND) - 1:
             close = best.seconds - bound <= _TOLERANCE * best.seconds
-            if close or all(choice.hidden <= choice.compute for choice in found):
+            if close or low == 0.0:
                 break
-            low, high = (hiding, high) if choices[-1].hidden > choices[-1].compute else (low, hiding)
     return replace(best, bound=min(bound, best.seconds))
 
 

@@ -22,8 +22,8 @@ and what `choose_placements` minimizes; memory has a price per byte beyond the b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -70,6 +70,11 @@ class PairCost:
     exposed: np.ndarray
     hidden: np.ndarray
     sent: np.ndarray
+
+    def restricted(self, rows: Sequence[int], columns: Sequence[int]) -> PairCost:
+        """Of some choices of both."""
+        part = np.ix_(rows, columns)
+        return PairCost(self.exposed[part], self.hidden[part], self.sent[part])
 
 
 @dataclass
@@ -120,6 +125,20 @@ class CostModel:
     def sent(self, choice: Sequence[int]) -> float:
         """Bytes that a rank sends in a step."""
         return float(sum(pair.sent[choice[i], choice[j]] for (i, j), pair in self.pairs.items()))
+
+    def restricted(self, kept: Mapping[int, Sequence[int]]) -> CostModel:
+        """The model in which some variables have only some of their choices.
+
+        Args:
+            kept: by number of a variable, the numbers of the choices that it keeps.
+        """
+        every = [list(kept.get(i, range(len(v.choices)))) for i, v in enumerate(self.variables)]
+        return CostModel(
+            [replace(v, choices=[v.choices[x] for x in left]) for v, left in zip(self.variables, every)],
+            [costs[left] for costs, left in zip(self.compute, every)],
+            [costs[left] for costs, left in zip(self.memory, every)],
+            {(i, j): pair.restricted(every[i], every[j]) for (i, j), pair in self.pairs.items()},
+        )
 
     def problem(self, compute: float, hidden: float, price: float) -> PairwiseProblem:
         """The problem with weighted sums as its cost, in the order of `order`.
