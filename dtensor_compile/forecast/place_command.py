@@ -24,8 +24,9 @@ from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.forecast.plan_command import argument_of
 from dtensor_compile.forecast.plan_table import size
 from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings, Training
-from dtensor_compile.global_plan.alternatives import Alternative, alternatives, known_plans
+from dtensor_compile.global_plan.alternatives import alternatives
 from dtensor_compile.global_plan.choose_placements import Choice
+from dtensor_compile.global_plan.known_plans import Alternative
 from dtensor_compile.global_plan.place import PlacementPlan, place
 from dtensor_compile.global_plan.placement_code import by_pattern, placement_code
 from dtensor_compile.ir.spec import spec_text
@@ -78,12 +79,11 @@ def _run(args: argparse.Namespace) -> int:
     job = Job(parse_mesh_argument(args.mesh))
     with running(job):
         plan = _plan(args.target, job, args, memory)
-        others = known_plans(plan)
         of_value = alternatives(plan, args.value) if args.value else []
     if args.code is not None and args.code != "-":
         pathlib.Path(args.code).write_text(placement_code(plan))
     if args.json is not None:
-        text = json.dumps(_values(plan, others, of_value), indent=2)
+        text = json.dumps(_values(plan, of_value), indent=2)
         if args.json == "-":
             print(text)
         else:
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.code == "-":
         print(placement_code(plan), end="")
     elif args.json != "-":
-        _print(plan, others, args.value, of_value, console_for())
+        _print(plan, args.value, of_value, console_for())
     return OK if plan.choice.fits else BROKEN
 
 
@@ -126,7 +126,6 @@ def _plan(target: str, job: Job, args: argparse.Namespace, memory: float | None)
 
 def _print(
     plan: PlacementPlan,
-    others: Sequence[Alternative],
     name: str | None,
     of_value: Sequence[Alternative],
     console: Console,
@@ -146,7 +145,7 @@ def _print(
     for column in ("step", "compute", "exposed", "hidden", "sent", "memory"):
         choices.add_column(column, justify="right")
     _add_row(choices, "this one", plan.choice)
-    for other in others:
+    for other in plan.known:
         _add_row(choices, other.name, other.choice)
     console.print(choices)
     console.print(
@@ -207,7 +206,7 @@ def _local_sizes(plan: PlacementPlan) -> dict[str, str]:
     return found
 
 
-def _values(plan: PlacementPlan, others: Sequence[Alternative], of_value: Sequence[Alternative]) -> dict[str, Any]:
+def _values(plan: PlacementPlan, of_value: Sequence[Alternative]) -> dict[str, Any]:
     def figures(choice: Choice | None) -> dict[str, float] | None:
         if choice is None:
             return None
@@ -220,7 +219,7 @@ def _values(plan: PlacementPlan, others: Sequence[Alternative], of_value: Sequen
         "inputs": [spec_text(p) for p in plan.inputs],
         "results": {name: spec_text(p) for name, p in plan.results.items()},
         "plan": figures(plan.choice),
-        "known": {other.name: figures(other.choice) for other in others},
+        "known": {other.name: figures(other.choice) for other in plan.known},
         "value": {other.name: figures(other.choice) for other in of_value},
         "without_rule": sorted(plan.without_rule),
     }

@@ -1,39 +1,17 @@
-"""Other placements than the chosen ones: of one value, and of whole plans as people write them.
-
-Each is the best plan under that condition, searched as the plan itself was, so that its difference is what the
-condition costs.
-"""
+"""Other placements of one value than the chosen ones: each with the best plan in which the value has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import cast
-
-from torch.distributed.tensor import Replicate, Shard
 
 from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
 from dtensor_compile.errors import PlacementError
-from dtensor_compile.global_plan.choose_placements import Choice, choose_placements
-from dtensor_compile.global_plan.cost_model import Variable
+from dtensor_compile.global_plan.choose_placements import choose_restricted
 from dtensor_compile.global_plan.equal_calls import pattern
+from dtensor_compile.global_plan.known_plans import Alternative
 from dtensor_compile.global_plan.place import PlacementPlan
 from dtensor_compile.ir.spec import spec_text
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A condition and the best plan under it.
-
-    Attributes:
-        name: placements of a value, or of a whole plan.
-        choice: estimates; None where no plan satisfies the condition.
-        chosen: whether the plan itself satisfies it.
-    """
-
-    name: str
-    choice: Choice | None
-    chosen: bool = False
 
 
 def alternatives(plan: PlacementPlan, name: str) -> list[Alternative]:
@@ -56,7 +34,7 @@ def alternatives(plan: PlacementPlan, name: str) -> list[Alternative]:
         if now in kept:
             found.append(Alternative(text, plan.choice, True))
         else:
-            choice = choose_placements(plan.variables.model.restricted({variable: kept}), plan.budget)
+            choice = choose_restricted(plan.variables.model, {variable: kept}, plan.budget)
             found.append(Alternative(text, choice if choice.possible else None))
     return sorted(found, key=_order)
 
@@ -84,60 +62,3 @@ def _value(plan: PlacementPlan, name: str) -> tuple[int, Sequence[Placements]]:
     variable = variables.of_call[call]
     strategies = cast("Sequence[Strategy]", variables.model.variables[variable].choices)
     return variable, [strategy.outputs[place] for strategy in strategies]
-
-
-_Condition = Callable[[Placements], bool]
-
-
-def known_plans(plan: PlacementPlan) -> list[Alternative]:
-    """The best plans of the kinds that people write, where the sizes allow them.
-
-    Data parallel, `fully_shard` over all mesh dims, tensor parallel over the last mesh dim, and `fully_shard` over the
-    others with it.
-    """
-    ndim = plan.mesh.ndim
-    names = plan.mesh.mesh_dim_names or ()
-    everywhere = (Shard(0),) * ndim
-    found = [
-        _known(plan, "data parallel", lambda p: p == everywhere, lambda p: all(q.is_replicate() for q in p)),
-        _known(plan, "fully_shard", lambda p: p == everywhere, lambda p: all(q == Shard(0) for q in p)),
-    ]
-    if ndim > 1:
-        batch = (*(Shard(0),) * (ndim - 1), Replicate())
-        outer = ", ".join(names[:-1])
-        found += [
-            _known(
-                plan,
-                f"data parallel over {outer} x tensor parallel over {names[-1]}",
-                lambda p: p == batch,
-                lambda p: all(q.is_replicate() for q in p[:-1]),
-            ),
-            _known(
-                plan,
-                f"fully_shard over {outer} x tensor parallel over {names[-1]}",
-                lambda p: p == batch,
-                lambda p: all(q == Shard(0) for q in p[:-1]),
-            ),
-        ]
-    else:
-        found.append(_known(plan, "tensor parallel", lambda p: all(q.is_replicate() for q in p), lambda p: True))
-    return found
-
-
-def _known(plan: PlacementPlan, name: str, of_input: _Condition, of_parameter: _Condition) -> Alternative:
-    """The best plan whose inputs and parameters satisfy conditions, as far as the sizes of each allow."""
-    kept: dict[int, list[int]] = {}
-    for number, variable in enumerate(plan.variables.model.variables):
-        condition = {"input": of_input, "parameter": of_parameter}.get(variable.kind)
-        if condition is not None:
-            left = _satisfying(variable, condition)
-            if not left and variable.kind == "input":
-                return Alternative(name, None)
-            if left:
-                kept[number] = left
-    choice = choose_placements(plan.variables.model.restricted(kept), plan.budget)
-    return Alternative(name, choice if choice.possible else None)
-
-
-def _satisfying(variable: Variable, condition: _Condition) -> list[int]:
-    return [x for x, placements in enumerate(variable.choices) if condition(cast("Placements", placements))]

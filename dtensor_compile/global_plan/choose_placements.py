@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,7 +78,7 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
     """
     if not overlaps:
         choices, bound = _within(model, (1.0, 1.0), budget, overlaps)
-        best = _best(choices)
+        best = best_of(choices)
         return replace(best, bound=min(bound, best.seconds))
     found: list[Choice] = []
     bound = 0.0
@@ -89,7 +89,7 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
         choices, least = _within(model, (1.0 - hiding, hiding), budget, overlaps)
         found += choices
         bound = max(bound, least)
-        best = _best(found)
+        best = best_of(found)
         low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].compute else (low, min(high, hiding))
         if search >= len(_COMPUTE_BOUND) - 1:
             close = best.seconds - bound <= _TOLERANCE * best.seconds
@@ -98,7 +98,18 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
     return replace(best, bound=min(bound, best.seconds))
 
 
-def _best(found: Sequence[Choice]) -> Choice:
+def choose_restricted(model: CostModel, kept: Mapping[int, Sequence[int]], budget: float | None = None) -> Choice:
+    """`choose_placements` where some variables have only some of their choices; numbered as in the whole model.
+
+    Args:
+        kept: by number of a variable, the numbers of the choices that it keeps.
+    """
+    found = choose_placements(model.restricted(kept), budget)
+    return replace(found, choice=tuple(kept[i][x] if i in kept else x for i, x in enumerate(found.choice)))
+
+
+def best_of(found: Sequence[Choice]) -> Choice:
+    """The one that `choose_placements` prefers."""
     fitting = [choice for choice in found if choice.fits]
     if fitting:
         limit = min(choice.seconds for choice in fitting) * (1.0 + _AS_FAST)

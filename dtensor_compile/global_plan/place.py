@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -19,9 +19,10 @@ from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
 from dtensor_compile.compat.dtensor.step_record import RecordedStep, record_step
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.global_plan.candidates import Candidates, pieces_of_dims
-from dtensor_compile.global_plan.choose_placements import Choice, choose_placements
+from dtensor_compile.global_plan.choose_placements import Choice, best_of, choose_placements
 from dtensor_compile.global_plan.connect_calls import connect_calls
 from dtensor_compile.global_plan.equal_calls import pattern
+from dtensor_compile.global_plan.known_plans import Alternative, known_plans
 from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
 from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
 from dtensor_compile.ir.mesh import mesh_layout
@@ -46,6 +47,7 @@ class PlacementPlan:
         budget: bytes that a rank may hold; None for no limit.
         step: the step as recorded.
         variables: its variables, with all choices that there were.
+        known: the best plans of the kinds that people write.
         without_rule: operators for which DTensor has no rule: they run on replicated tensors.
     """
 
@@ -56,6 +58,7 @@ class PlacementPlan:
     budget: float | None
     step: RecordedStep = field(repr=False)
     variables: StepVariables = field(repr=False)
+    known: Sequence[Alternative] = field(default=(), repr=False)
     without_rule: frozenset[str] = frozenset()
 
     @property
@@ -180,6 +183,10 @@ def plan_step(
     """
     variables, without_rule = build_variables(step, mesh, cluster, states=states, fixed=fixed)
     choice = choose_placements(variables.model, memory, overlaps)
+    known = known_plans(variables, mesh.mesh_dim_names or (), memory)
+    if overlaps:  # the search is over weighted sums, and may miss a plan between two of them
+        better = best_of([choice, *(this.choice for this in known if this.choice is not None)])
+        choice = replace(better, bound=min(choice.bound, better.seconds))
 
     def chosen(number: int) -> Placements:
         variable = variables.of_tensor[number]
@@ -193,6 +200,7 @@ def plan_step(
         memory,
         step,
         variables,
+        known,
         without_rule,
     )
 

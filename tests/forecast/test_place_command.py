@@ -22,8 +22,9 @@ def test_a_plan_its_alternatives_and_known_plans(capsys):
     assert found["mesh"] == {"tp": 4}
     best = found["plan"]["seconds"]
     assert found["plan"]["bound"] <= best
-    others = [figures for figures in (*found["known"].values(), *found["value"].values()) if figures]
-    assert others and all(figures["seconds"] >= best * 0.99 for figures in others)
+    known = [figures for figures in found["known"].values() if figures]
+    assert known and all(figures["seconds"] >= best * 0.994 for figures in known)
+    assert all(figures["seconds"] >= found["plan"]["bound"] for figures in found["value"].values())
     assert found["value"].keys() == {"R", "S(0)", "S(1)"}
     assert found["known"].keys() == {"data parallel", "fully_shard", "tensor parallel"}
 
