@@ -23,6 +23,7 @@ from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {
     "blocks": ("each", "traced", "once"),
+    "plan": ("greedy", "global"),
     "kernels": ("inductor", "aten"),
     "fallback": ("replicate", "error"),
     "kernel_costs": ("estimated", "measured"),
@@ -80,6 +81,10 @@ class Options:
             first, and copies its graph for others that differ in nothing that its trace depended on; ``"once"`` also
             plans, lowers and compiles it once, for all of them: collectives at the ends of blocks are planned inside of
                 them, and only nodes between blocks are ordered across them; ``"each"`` does everything for every one.
+        plan: Placements of tensors inside of the program, where it leaves them open: ``"greedy"`` are DTensor's, chosen
+            for one operator at a time; ``"global"`` are chosen for forward and backward together, by estimated time
+            (`global_plan/`). Inputs, results and gradients, and everything that the program redistributes itself, stay
+            as they are placed.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 
@@ -97,6 +102,7 @@ class Options:
     regather: str | int | None = None
     artifacts: str | None = None
     blocks: str = "traced"
+    plan: str = "greedy"
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def cache_key(self) -> tuple[Any, ...]:

@@ -27,18 +27,17 @@ _RESHAPES = frozenset({"aten::_unsafe_view", "aten::reshape"})
 
 
 class Candidates:
-    """Strategies over a mesh; calls with equal facts share them.
+    """Strategies over a mesh, whose dims have names if there are several; calls with equal facts share them.
 
     Attributes:
         without_rule: operators for which DTensor has no rule: they run on replicated tensors.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        names = mesh.mesh_dim_names
-        assert names is not None
+        names = mesh.mesh_dim_names or ()
         self.mesh, self.shape = mesh, tuple(mesh.shape)
         self.without_rule: set[str] = set()
-        self._dims = [mesh[name] for name in names]
+        self._dims = [mesh] if mesh.ndim == 1 else [mesh[name] for name in names]
         self._single: BoundedCache[object, tuple[list[Strategy], bool]] = BoundedCache(1 << 14)
         self._whole: BoundedCache[object, tuple[Strategy, ...]] = BoundedCache(1 << 14)
 

@@ -31,6 +31,7 @@ class _Connections:
     def __init__(self, variables: StepVariables) -> None:
         self.variables, self.model = variables, variables.model
         self.step, self.costs = variables.step, variables.costs
+        self.written = {v: call.written for call, v in zip(self.step.calls, variables.of_call)}
 
     def add(self) -> None:
         """Pairs of variables: calls with what they use, gradients with their parameters."""
@@ -55,15 +56,24 @@ class _Connections:
     def _connect(self, number: int, use: _Use, count: int) -> None:
         source, using, hidden = self.variables.sources[number], use.users, use.hidden
         wanted = [self._wanted(variable, place) for variable, place in using]
+        fixed = [place in self.written[variable] for variable, place in using]
         if len(using) > 1:
             shared = self._shared(source, wanted, use, count)
             if shared is not None:
                 variable, first, second = shared
-                for (user, _), want in zip(using, wanted):
-                    self._pair(variable, user, self._from_either(first, second, want, use.size), count, hidden)
+                for (user, _), want, stays in zip(using, wanted, fixed):
+                    costs = self._unmoved(first, want) if stays else self._from_either(first, second, want, use.size)
+                    self._pair(variable, user, costs, count, hidden)
                 return
-        for (user, _), want in zip(using, wanted):
-            self._pair(source.variable, user, self.costs.between(source.placements, want, use.size), count, hidden)
+        for (user, _), want, stays in zip(using, wanted, fixed):
+            have = source.placements
+            costs = self._unmoved(have, want) if stays else self.costs.between(have, want, use.size)
+            self._pair(source.variable, user, costs, count, hidden)
+
+    def _unmoved(self, have: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Costs of a tensor that a call writes to: it cannot be redistributed before."""
+        same = have[:, None] == want[None, :]
+        return np.where(same, 0.0, math.inf), np.zeros(same.shape)
 
     def _wanted(self, variable: int, place: int) -> np.ndarray:
         """Numbers of the placements in which the strategies of a call want an argument."""

@@ -154,7 +154,7 @@ class CostModel:
         for (i, j), pair in self.pairs.items():
             costs = _finite(pair.exposed + hidden * pair.hidden)
             if i == j:
-                own[i] = own[i] + costs.diagonal()
+                own[i] = np.minimum(own[i] + costs.diagonal(), IMPOSSIBLE)
             elif places[i] < places[j]:
                 pairs[places[i], places[j]] = costs
             else:

@@ -45,10 +45,11 @@ def classes_of_calls(step: RecordedStep) -> list[int]:
     seen: Counter[tuple[str, str]] = Counter()
     classes: dict[Hashable, int] = {}
     found = []
-    for call in step.calls:
+    for number, call in enumerate(step.calls):
         place = seen[call.module, call.phase]
         seen[call.module, call.phase] += 1
-        key = pattern(call.module), call.phase, place, facts_of_call(call)
+        constraints = step.kept.get(number), *map(step.pinned.get, call.outputs)
+        key = pattern(call.module), call.phase, place, facts_of_call(call), constraints
         found.append(classes.setdefault(key, len(classes)))
     return found
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dtensor_compile.capture.sharding_rules import rules_anywhere
 from dtensor_compile.compat import pytree
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy, results_known
 from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
 from dtensor_compile.compat.dtensor.step_record import RecordedStep, record_step
 from dtensor_compile.errors import MeshError, PlacementError
@@ -215,7 +215,7 @@ def build_variables(
 ) -> tuple[StepVariables, frozenset[str]]:
     """The variables of a recorded step with all costs, and the operators for which DTensor has no rule."""
     without_rule: set[str] = set()
-    with rules_anywhere(), plans_for(cluster), fallback_reports(without_rule.add):
+    with rules_anywhere(), plans_for(cluster), fallback_reports(without_rule.add), results_known():
         candidates = Candidates(mesh)
         costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
         variables = StepVariables(step, candidates, costs, CostSettings(cluster.device, states, fixed or {}))

@@ -23,7 +23,8 @@ from dtensor_compile.planner.search import Step, plan
 from dtensor_compile.planner.step_costs import seconds
 from dtensor_compile.topology.network import Network
 
-#: Bytes of the tensors for which redistributions are searched: each serves up to 16 times its size, the last all.
+#: Bytes of the tensors for which redistributions are searched: of those up to the first, where latency decides, and of
+#: all others.
 _MAGNITUDES = (1 << 16, 1 << 26)
 _ITEMSIZE = 2
 
@@ -83,7 +84,7 @@ class RedistributionCosts:
         return spread[..., 0], spread[..., 1]
 
     def _of_plan(self, source: int, target: int, size: int) -> RedistributionCost:
-        magnitude = next((m for m in _MAGNITUDES if size <= 16 * m), _MAGNITUDES[-1])
+        magnitude = _MAGNITUDES[size > _MAGNITUDES[0]]
         pattern = self._patterns.get((source, target))
         if pattern is None:
             labels: dict[object, int] = {}

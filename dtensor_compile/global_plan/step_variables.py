@@ -111,7 +111,8 @@ class StepVariables:
         for call, number in zip(self.step.calls, classes):
             if number not in variables:
                 given = tuple(self._placements(x) for x in call.inputs)
-                strategies = self.candidates.of_call(call, given)
+                kept = self.step.kept.get(len(self.of_call))
+                strategies = (kept,) if kept is not None else self.candidates.of_call(call, given)
                 at = len(self.of_call)
                 for source in (self.sources[x].variable for x in call.inputs):
                     if self.model.variables[source].kind != "call" and self.model.variables[source].at == 0:
@@ -126,17 +127,28 @@ class StepVariables:
                 self.only_parameters.update(call.outputs)
             for place, output in enumerate(call.outputs):
                 made_in = [strategy.outputs[place] for strategy in self.strategies[variable]]
+                if (pinned := self.step.pinned.get(output)) is not None:
+                    self._pin(variable, output, made_in, pinned)
+                    made_in = [pinned] * len(made_in)
                 self.sources[output] = TensorSource(variable, place, self.costs.codes(made_in))
                 if output in saved:
                     held = [local_bytes(self.step.tensors[output], p, self.costs.mesh_shape) for p in made_in]
                     self.model.memory[variable] += np.array(held)
 
+    def _pin(self, variable: int, number: int, made_in: Sequence[Placements], pinned: Placements) -> None:
+        """Adds the redistribution of a result to the placements in which it is read outside of the calls."""
+        tensor = self.step.tensors[number]
+        size = tensor.numel() * tensor.element_size()
+        seconds, sent = self.costs.between(self.costs.codes(made_in), self.costs.codes([pinned]), size)
+        both = [np.where(np.eye(len(made_in), dtype=bool), costs, 0.0) for costs in (seconds, sent)]
+        self.model.add_pair(variable, variable, both[0], both[1], False)
+
     def _placements(self, number: int) -> tuple[Placements, ...]:
-        """The placements in which a tensor can come; tensors from elsewhere, such as constants, are replicated."""
+        """The placements in which a tensor can come; constants are replicated."""
         if number not in self.sources:
-            replicated: Placements = (Replicate(),) * len(self.costs.mesh_shape)
-            variable = self.model.add(Variable("constant", str(number), "", FORWARD, (replicated,)))
-            self.sources[number] = TensorSource(variable, 0, self.costs.codes([replicated]))
+            came = self.step.came.get(number, (Replicate(),) * len(self.costs.mesh_shape))
+            variable = self.model.add(Variable("constant", str(number), "", FORWARD, (came,)))
+            self.sources[number] = TensorSource(variable, 0, self.costs.codes([came]))
         return tuple(self.costs.placements[code] for code in np.unique(self.sources[number].placements))
 
     def _add_work(self, variable: int, call: StepCall, count: int) -> None:

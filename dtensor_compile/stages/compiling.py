@@ -43,6 +43,7 @@ from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
 from dtensor_compile.stages.kernels import on_uncompiled, passes_over_kernels
 from dtensor_compile.stages.lowered import lower_graph
+from dtensor_compile.stages.planned_placements import planned_placements
 from dtensor_compile.stages.program import GRAPH_FUNCTIONS
 from dtensor_compile.topology.devices import on_one_host
 from dtensor_compile.topology.network import plans_for
@@ -78,6 +79,7 @@ SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: contextlib.nullcontext() if this.options.strict else defer_backward_errors(this.log.decided),
     lambda this: report_fallbacks(this.log.decided),
     lambda this: _shared_blocks(this) if this.shares_blocks else contextlib.nullcontext(),
+    lambda this: planned_placements(this) if this.options.plan == "global" else contextlib.nullcontext(),
 )
 
 

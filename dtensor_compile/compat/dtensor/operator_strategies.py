@@ -11,37 +11,68 @@ the other mesh dims, so that the rule is asked about the whole mesh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.step_record import StepCall
+from dtensor_compile.compat.dtensor.step_record import Placements, StepCall, Strategy
+from dtensor_compile.compat.patches import needs, patch
 
-Placements = tuple[Placement, ...]
+
+class _Asked(threading.local):
+    """The call about which this thread asks."""
+
+    call: StepCall | None = None
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """Placements of an operator's tensor inputs and of its results, one tuple over the mesh dims for each tensor."""
+_asked = _Asked()
+_RESULTS = patch(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached", "self op_schema"
+)
 
-    inputs: tuple[Placements, ...]
-    outputs: tuple[Placements, ...]
+
+@needs(
+    "results of recorded operators",
+    _RESULTS,
+    without="rules are asked in about twice the time, as each answer runs the operator on fake tensors",
+    upstream="not reported: torch asks once for each operator of a program",
+    remove_when="DTensor lists the strategies of an operator itself",
+)
+@contextlib.contextmanager
+def results_known() -> Iterator[None]:
+    """While active, sizes and strides of the results of a call that is asked about are taken from its recording."""
+
+    def known(stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+        call = _asked.call
+        return stock(self, op_schema) if call is None or call.op is not op_schema.op else _metas(call.result)
+
+    with patched(_RESULTS, known):
+        yield
+
+
+def _metas(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return TensorMeta(result.shape, result.stride(), result.dtype)
+    return type(result)(map(_metas, result)) if isinstance(result, (tuple, list)) else None
 
 
 #: What a rule raises for placements that it does not support.
 _REFUSALS = (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError, KeyError)
 
 
-def _ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
-    """The strategy that DTensor's rule chooses for inputs with these placements; None if it refuses them."""
+def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
+    """The strategy that DTensor's rule chooses for inputs with these placements, some of which it may redistribute;
+    None if it refuses them."""
     placements = iter(given)
 
     def spec(value: Any) -> Any:
@@ -54,10 +85,13 @@ def _ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strat
     info = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
     args: Any = tree_map(spec, call.args)
     schema = OpSchema(op, tuple(args), tree_map(spec, dict(call.kwargs)), schema_info=info)
+    _asked.call = call
     try:
         decision = propagator.propagate_op_sharding_non_cached(schema)
     except _REFUSALS:
         return None
+    finally:
+        _asked.call = None
     used = decision.redistribute_schema if decision.needs_redistribute else schema
     assert used is not None  # `needs_redistribute` implies it
     inputs = _placements((used.args_schema, used.kwargs_schema or schema.kwargs_schema))
@@ -73,7 +107,7 @@ def _placements(value: Any) -> tuple[Placements, ...]:
 
 def asked(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
     """The strategy with exactly these inputs; None if DTensor's rule refuses them or redistributes one."""
-    found = _ask(call, mesh, given)
+    found = ask(call, mesh, given)
     return found if found is not None and found.inputs == tuple(given) else None
 
 
@@ -91,7 +125,7 @@ def strategies_on_one_dim(call: StepCall, mesh: DeviceMesh) -> tuple[list[Strate
         for dim in range(tensor.ndim):
             cut: Placements = (Shard(dim),)
             if tensor.shape[dim] % size == 0 and not any(strategy.inputs[i] == cut for strategy in found):
-                answer = _ask(call, mesh, [*everywhere[:i], cut, *everywhere[i + 1 :]])
+                answer = ask(call, mesh, [*everywhere[:i], cut, *everywhere[i + 1 :]])
                 if answer is not None and answer.inputs[i] == cut:
                     found[answer] = None
     for given in _partial_inputs(tensors) if replicated else ():
@@ -108,4 +142,4 @@ def _partial_inputs(tensors: Sequence[torch.Tensor]) -> list[list[Placements]]:
     return [[(Partial() if i in group else Replicate(),) for i in range(len(tensors))] for group in groups]
 
 
-__all__ = ["Placements", "Strategy", "asked", "strategies_on_one_dim"]
+__all__ = ["Placements", "Strategy", "ask", "asked", "results_known", "strategies_on_one_dim"]

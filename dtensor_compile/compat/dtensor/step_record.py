@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Placement
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,8 +25,19 @@ from dtensor_compile.compat.dtensor.record import fake_mode, global_fake
 
 FORWARD, BACKWARD = "forward", "backward"
 
+#: Placements over the dims of a mesh.
+Placements = tuple[Placement, ...]
+
 #: Operators that return their argument, or something that is no tensor.
-_TRANSPARENT = frozenset({"aten::detach", "aten::alias", "prim::device", "aten::lift_fresh"})
+TRANSPARENT = frozenset({"aten::detach", "aten::alias", "prim::device", "aten::lift_fresh"})
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements of an operator's tensor inputs and of its results, one tuple over the mesh dims for each tensor."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,20 @@ class StepCall:
         """As ``aten.mm``."""
         return self.op._schema.name.replace("::", ".")
 
+    @property
+    def written(self) -> frozenset[int]:
+        """Places among its tensors of those that it writes to; all of them where it takes lists of tensors."""
+        if not self.op._schema.is_mutable:
+            return frozenset()
+        arguments = self.op._schema.arguments
+        if any(isinstance(value, (list, tuple)) and tensor_leaves(value) for value in self.args):
+            return frozenset(range(len(self.inputs)))
+        given = [*zip(arguments, self.args), *((a, self.kwargs[a.name]) for a in arguments if a.name in self.kwargs)]
+        tensors = [argument for argument, value in given if isinstance(value, torch.Tensor)]
+        return frozenset(
+            i for i, argument in enumerate(tensors) if argument.alias_info is not None and argument.alias_info.is_write
+        )
+
 
 @dataclass
 class RecordedStep:
@@ -65,6 +91,10 @@ class RecordedStep:
         inputs: numbers of the tensors among the arguments.
         gradients: number of the gradient of each parameter that has one, by name.
         results: numbers of what each module returned last, by its path.
+        came: placements of tensors that come from elsewhere than a call of the step, or a parameter or input.
+        pinned: placements in which tensors are made whatever their call makes, as code outside of the calls reads them.
+        kept: by number of a call, the strategy that it keeps.
+        placements: of DTensors, those that they had.
     """
 
     calls: list[StepCall] = field(default_factory=list)
@@ -74,6 +104,10 @@ class RecordedStep:
     inputs: list[int] = field(default_factory=list)
     gradients: dict[str, int] = field(default_factory=dict)
     results: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    came: dict[int, Placements] = field(default_factory=dict)
+    pinned: dict[int, Placements] = field(default_factory=dict)
+    kept: dict[int, Strategy] = field(default_factory=dict)
+    placements: dict[int, Placements] = field(default_factory=dict)
 
 
 class _Recorder(TorchDispatchMode):
@@ -101,7 +135,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         results = tensor_leaves(out)
         module = self._module()
-        if func._schema.name in _TRANSPARENT or not results:
+        if func._schema.name in TRANSPARENT or not results:
             return out
         inputs = tuple(self.number(tensor) for tensor in tensor_leaves((args, kwargs)))
         is_view = any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable
@@ -185,4 +219,4 @@ def record_step(
     return step
 
 
-__all__ = ["BACKWARD", "FORWARD", "RecordedStep", "StepCall", "record_step"]
+__all__ = ["BACKWARD", "FORWARD", "TRANSPARENT", "Placements", "RecordedStep", "StepCall", "Strategy", "record_step"]

@@ -1,0 +1,310 @@
+"""The calls of operators on DTensors that a Dynamo graph makes, forward and backward: recorded, and made with other
+placements of their inputs.
+
+Both stand in front of DTensor's own dispatch and see the same calls in the same order, so that a call is known by its
+number in its phase. A recording runs the graph on fake DTensors. While AOTAutograd traces the graph, each run of it
+begins with a node that starts the count again; a call that is not the one recorded ends the changes of that run, which
+DTensor's own choices then complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtensor_compile.compat.dtensor.operator_strategies import ask
+from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
+from dtensor_compile.compat.dtensor.specs import Spec, meta_of, redistribute_local, with_local
+from dtensor_compile.compat.dtensor.step_record import (
+    BACKWARD,
+    FORWARD,
+    TRANSPARENT,
+    Placements,
+    RecordedStep,
+    StepCall,
+    Strategy,
+)
+
+
+class ProgramError(Exception):
+    """The calls of a program cannot be placed together; the message gives the reason."""
+
+
+def _dtensors(value: Any) -> list[DTensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
+
+
+def _is_backward() -> bool:
+    return torch._C._current_autograd_node() is not None
+
+
+class _Calls(TorchDispatchMode):
+    """Sees calls of operators on DTensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name in TRANSPARENT or not _dtensors((args, kwargs)):
+            return func(*args, **kwargs)
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Recorder(_Calls):
+    def __init__(self, step: RecordedStep, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.step, self.fakes = step, fakes
+        self.module = ""
+        self.known: dict[Any, int] = {}
+        self._modules: dict[int, str] = {}
+        self._held: list[Any] = []
+
+    def number(self, tensor: DTensor) -> int:
+        """The number of a DTensor; one that no call made comes from elsewhere."""
+        key = _key(tensor)
+        if key not in self.known:
+            self._new(key, tensor)
+            self.step.came[self.known[key]] = tuple(tensor.placements)
+        return self.known[key]
+
+    def _new(self, key: Any, tensor: DTensor) -> int:
+        with self.fakes:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self.known[key] = len(self.step.tensors)
+        self.step.tensors.append(made)
+        self.step.placements[self.known[key]] = tuple(tensor.placements)
+        self._held.append(tensor._local_tensor)
+        return self.known[key]
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if not _dtensors(result):
+            return result
+        if not all(isinstance(x, DTensor) for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)):
+            raise ProgramError(f"{func} takes or makes plain tensors besides DTensors")
+        inputs = tuple(map(self.number, _dtensors((args, kwargs))))
+        given = [tuple(x.placements) for x in _dtensors((args, kwargs))]
+        outputs = tuple(self._new(_key(x), x) for x in _dtensors(result))
+
+        def plain(value: Any) -> Any:
+            return self.step.tensors[self.known[_key(value)]] if isinstance(value, DTensor) else value
+
+        phase = BACKWARD if _is_backward() else FORWARD
+        arguments, named = tree_map(_numbered(inputs, self.step.tensors), (tuple(args), dict(kwargs)))
+        made = tree_map(plain, result)
+        call = StepCall(func, tuple(arguments), named, made, inputs, outputs, phase, self._module(phase))
+        if torch.Tag.nondeterministic_seeded in func.tags:  # what is drawn depends on the shards
+            kept = ask(call, _dtensors(result)[0].device_mesh, given)
+            placed = tuple(tuple(x.placements) for x in _dtensors(result))
+            self.step.kept[len(self.step.calls)] = kept or Strategy(tuple(given), placed)
+        self.step.calls.append(call)
+        return result
+
+    def _module(self, phase: str) -> str:
+        if phase == FORWARD:
+            self._modules[torch.autograd._get_sequence_nr() - 1] = self.module
+            return self.module
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._modules.get(node._sequence_nr(), "")
+
+    def pin(self, value: Any) -> None:
+        """The DTensors in `value` are read outside of the calls: they are made as they are now."""
+        for tensor in _dtensors(value):
+            self.step.pinned[self.number(tensor)] = tuple(tensor.placements)
+
+
+def _numbered(numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
+    """Replaces DTensors, in order, by the plain tensors of these numbers."""
+    left = iter(numbers)
+    return lambda value: tensors[next(left)] if isinstance(value, DTensor) else value
+
+
+def _key(tensor: DTensor) -> Any:
+    local = getattr(tensor._local_tensor, "elem", tensor._local_tensor)
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), local.stride(), tuple(tensor.shape), tuple(tensor.placements), tensor.dtype
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs a Dynamo graph; what other nodes than operators read is pinned."""
+
+    def __init__(self, program: torch.fx.GraphModule, recorder: _Recorder, module_of: Callable[[Any], str]) -> None:
+        super().__init__(program)
+        self.recorder, self.module_of = recorder, module_of
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self.recorder.module = self.module_of(n)
+        if n.op in ("call_function", "call_method") and _reads_placements(n):
+            self.recorder.pin([self.env[used] for used in n.all_input_nodes])
+        return super().run_node(n)
+
+
+#: Methods of DTensors that are no operators.
+_METHODS = frozenset({"to_local", "redistribute", "full_tensor"})
+
+
+def _reads_placements(node: torch.fx.Node) -> bool:
+    """Whether a node of a Dynamo graph depends on the placements of its DTensors: it is no operator of torch's."""
+    if node.op == "call_method":
+        return node.target in _METHODS
+    target = node.target
+    module = getattr(target, "__module__", "") or ""
+    return isinstance(target, types.FunctionType) and not module.startswith(("torch.nn.functional", "torch.functional"))
+
+
+def record_program(
+    program: torch.fx.GraphModule, inputs: Sequence[Any], module_of: Callable[[Any], str]
+) -> RecordedStep:
+    """Records the calls of a Dynamo graph and of its backward pass.
+
+    Args:
+        program: the graph.
+        inputs: fake inputs of it.
+        module_of: the path of the module of a node.
+
+    Raises:
+        ProgramError: its calls cannot be placed together.
+    """
+    for graph in graphs_in(program):
+        calls = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
+        if graph is not program and any(map(_reads_placements, calls)):
+            raise ProgramError("a checkpointed region redistributes")
+    mode = detect_fake_mode(inputs)
+    if not isinstance(mode, FakeTensorMode):
+        raise ProgramError("its inputs are not fake")
+    if any(isinstance(x, torch.SymInt) for x in inputs) or mode.shape_env is not None and _symbolic(inputs):
+        raise ProgramError("sizes are symbolic")
+    step = RecordedStep()
+    with mode:
+        values = [fake_like(mode, value) for value in inputs]
+    recorder = _Recorder(step, FakeTensorMode())
+    step.inputs = [recorder.number(value) for value in _dtensors(values)]
+    step.came.clear()
+    with torch.enable_grad(), mode, recorder:
+        results = _Interpreter(program, recorder, module_of).run(*values)
+        recorder.pin(results)
+        ends = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]
+        trained = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+        if ends and trained:
+            starts = [_tangent(x) for x in ends]
+            gradients = torch.autograd.grad(ends, trained, starts, allow_unused=True)
+            recorder.pin([g for g in gradients if g is not None])
+    return step
+
+
+def _symbolic(inputs: Sequence[Any]) -> bool:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
+
+
+def _tangent(result: torch.Tensor) -> torch.Tensor:
+    """A gradient of a result as AOTAutograd expects it: placed as the result, replicated where that is partial."""
+    if not isinstance(result, DTensor):
+        return torch.ones_like(result)
+    spec = result._spec
+    placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+    local = torch.ones_like(result._local_tensor)
+    return with_local(local, Spec(spec.mesh, placements, meta_of(spec)))
+
+
+@dataclass
+class _Planned:
+    """What is planned for a call: the placements of its inputs, and those of results that are pinned."""
+
+    call: StepCall
+    inputs: tuple[Placements, ...]
+    pinned: Mapping[int, Placements] = field(default_factory=dict)
+
+
+class PlannedCalls(_Calls):
+    """While active, calls are made with planned placements of their inputs.
+
+    Attributes:
+        lost: a description of the first call that was not the one recorded; empty if there was none.
+    """
+
+    def __init__(self, step: RecordedStep, strategies: Sequence[Strategy]) -> None:
+        super().__init__()
+        self.lost = ""
+        self._planned: dict[str, list[_Planned]] = {FORWARD: [], BACKWARD: []}
+        for call, strategy in zip(step.calls, strategies):
+            pinned = {i: step.pinned[x] for i, x in enumerate(call.outputs) if x in step.pinned}
+            self._planned[call.phase].append(_Planned(call, strategy.inputs, pinned))
+        self._at = {FORWARD: 0, BACKWARD: 0}
+        self._follows = True
+
+    def begin(self) -> None:
+        """A run of the program begins."""
+        self._at, self._follows = {FORWARD: 0, BACKWARD: 0}, True
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        planned = self._next(func, args, kwargs)
+        if planned is None:
+            return func(*args, **kwargs)
+        wanted = iter(planned.inputs)
+        args, kwargs = tree_map(lambda x: _moved(x, next(wanted)) if isinstance(x, DTensor) else x, (args, kwargs))
+        result = func(*args, **kwargs)
+        if not planned.pinned:
+            return result
+        places = iter(range(len(planned.call.outputs)))
+        return tree_map(lambda x: _pinned(x, next(places), planned.pinned) if isinstance(x, DTensor) else x, result)
+
+    def _next(self, func: Any, args: Any, kwargs: Any) -> _Planned | None:
+        phase = BACKWARD if _is_backward() else FORWARD
+        if not self._follows or not _makes_dtensors(func):
+            return None
+        place = self._at[phase]
+        planned = self._planned[phase][place] if place < len(self._planned[phase]) else None
+        shapes = [tuple(x.shape) for x in _dtensors((args, kwargs))]
+        if planned is None or planned.call.op is not func or shapes != _shapes(planned.call):
+            self._follows = False
+            expected = "the end" if planned is None else str(planned.call.op)
+            self.lost = self.lost or f"{func} came in the {phase} pass, where {expected} was expected"
+            return None
+        self._at[phase] += 1
+        return planned
+
+
+def _shapes(call: StepCall) -> list[tuple[int, ...]]:
+    return [tuple(x.shape) for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, torch.Tensor)]
+
+
+def _makes_dtensors(func: Any) -> bool:
+    return any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+def _moved(tensor: DTensor, placements: Placements) -> DTensor:
+    if tuple(tensor.placements) == placements:
+        return tensor
+    source = tensor._spec
+    target = Spec(source.mesh, placements, meta_of(source))
+    return with_local(redistribute_local(tensor._local_tensor, source, target), target)
+
+
+def _pinned(tensor: DTensor, place: int, pinned: Mapping[int, Placements]) -> DTensor:
+    return _moved(tensor, pinned[place]) if place in pinned else tensor
+
+
+@contextlib.contextmanager
+def calls_planned(program: torch.fx.GraphModule, planned: PlannedCalls) -> Iterator[None]:
+    """While active, runs of the program on this thread make their calls as planned. Adds a node to the program."""
+    first = next(iter(node for node in program.graph.nodes if node.op != "placeholder"))
+    with program.graph.inserting_before(first):
+        program.graph.call_function(planned.begin)
+    program.recompile()
+    with planned:
+        yield
+
+
+__all__ = ["PlannedCalls", "ProgramError", "calls_planned", "record_program"]

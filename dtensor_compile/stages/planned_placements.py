@@ -1,0 +1,123 @@
+"""Placements for the whole program (`global_plan`), chosen before AOTAutograd traces it and applied while it does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_compile.capture.checks import shards_are_even, tensor_meshes
+from dtensor_compile.compat.aot.block_graphs import programs_changed
+from dtensor_compile.compat.dtensor.operator_strategies import ask, results_known
+from dtensor_compile.compat.dtensor.program_calls import PlannedCalls, ProgramError, calls_planned, record_program
+from dtensor_compile.compat.dtensor.step_record import RecordedStep, Strategy
+from dtensor_compile.compat.dynamo.tracing import restarts_analysis
+from dtensor_compile.decisions import Decision
+from dtensor_compile.global_plan.candidates import Candidates
+from dtensor_compile.global_plan.choose_placements import Choice, choose_placements, choose_restricted
+from dtensor_compile.global_plan.connect_calls import connect_calls
+from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
+from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
+from dtensor_compile.graph.node_costs import module_path
+from dtensor_compile.ir.mesh import mesh_layout
+from dtensor_compile.stages.compilation import Compilation
+from dtensor_compile.topology.links import CLUSTERS
+from dtensor_compile.topology.network import network_of
+
+#: Kind of the decisions.
+GLOBAL_PLAN = "global_plan"
+
+#: Clusters by type of device whose rates are assumed where no topology is named.
+_ASSUMED = {"cuda": "h100", "cpu": "cpu-loopback"}
+
+
+@contextlib.contextmanager
+def planned_placements(this: Compilation) -> Iterator[None]:
+    """While active, the program is traced with placements that are chosen for all of it, if it can be."""
+    with contextlib.ExitStack() as stack:
+
+        def plan(program: torch.fx.GraphModule) -> None:
+            planned = _planned(program, this)
+            if planned is not None:
+                stack.enter_context(calls_planned(program, planned))
+                stack.callback(_report_lost, planned, this)
+
+        with programs_changed(plan):
+            yield
+
+
+def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls | None:
+    """The calls of a program with their planned placements; None with a decision where they are DTensor's own."""
+    try:
+        if this.shares_blocks:
+            raise ProgramError('equal blocks are compiled once (blocks="once")')
+        meshes = tensor_meshes(program)
+        if len(meshes) != 1:
+            raise ProgramError(f"the program has tensors over {len(meshes)} meshes")
+        if not shards_are_even(program):
+            raise ProgramError("shards are uneven")
+        (mesh,) = meshes
+        if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+            raise ProgramError("the mesh dims have no names")
+        step = record_program(program, this.inputs, module_path)
+        if not step.calls:
+            return None
+        return _chosen(step, mesh, this)
+    except ProgramError as error:
+        this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {error}", left_alone=True)])
+    except Exception as error:  # noqa: BLE001 - whatever a rule or a fake tensor raises
+        if restarts_analysis(error) or this.options.strict:
+            raise
+        reason = f"placements are DTensor's own: {type(error).__name__}: {error}"
+        this.log.decided([Decision(GLOBAL_PLAN, "", reason, left_alone=True)])
+    return None
+
+
+def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedCalls | None:
+    cluster = this.options.topology or CLUSTERS[_ASSUMED.get(mesh.device_type, "h100")]
+    fixed = {str(i): step.placements[number] for i, number in enumerate(step.inputs)}
+    costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
+    with results_known():
+        variables = StepVariables(step, Candidates(mesh), costs, CostSettings(cluster.device, 0.0, fixed))
+        connect_calls(variables)
+    choice = choose_placements(variables.model, overlaps=this.options.schedule)
+    greedy = _greedy(step, mesh, variables)
+    if not choice.possible or greedy is not None and greedy.seconds <= choice.seconds:
+        why = "no other placements are possible" if not choice.possible else "no others are faster, by estimate"
+        this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}")])
+        return None
+    of_greedy = "" if greedy is None else f", instead of {greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes"
+    reason = (
+        f"placements for {len(step.calls)} calls together: {choice.seconds * 1e3:.3f} ms and {choice.sent:,.0f} bytes "
+        f"a step by estimate{of_greedy}; at most {choice.gap:.1%} above the best"
+    )
+    this.log.decided([Decision(GLOBAL_PLAN, "", reason)])
+    return PlannedCalls(step, [_strategy(variables, choice, i) for i in range(len(step.calls))])
+
+
+def _strategy(variables: StepVariables, choice: Choice, call: int) -> Strategy:
+    variable = variables.of_call[call]
+    return cast("Strategy", variables.model.variables[variable].choices[choice.choice[variable]])
+
+
+def _greedy(step: RecordedStep, mesh: DeviceMesh, variables: StepVariables) -> Choice | None:
+    """DTensor's own choice for each class of calls, by the same costs; None where it is no choice of the model."""
+    kept: dict[int, Sequence[int]] = {}
+    for call, variable in zip(step.calls, variables.of_call):
+        if variable not in kept:
+            taken = ask(call, mesh, [step.placements[x] for x in call.inputs])
+            strategies = list(variables.model.variables[variable].choices)
+            if taken not in strategies:
+                return None
+            kept[variable] = [strategies.index(taken)]
+    choice = choose_restricted(variables.model, kept)
+    return choice if choice.possible else None
+
+
+def _report_lost(planned: PlannedCalls, this: Compilation) -> None:
+    if planned.lost:
+        reason = f"placements from one call on are DTensor's own: {planned.lost}"
+        this.log.decided([Decision(GLOBAL_PLAN, "", reason, left_alone=True)])
