@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from torch.distributed.tensor import Replicate
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements
+from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
 from dtensor_compile.compat.dtensor.step_record import BACKWARD, FORWARD
 from dtensor_compile.global_plan.cost_model import Variable
 from dtensor_compile.global_plan.step_variables import StepVariables, TensorSource
@@ -39,21 +39,22 @@ class _Connections:
         for call, variable in zip(self.step.calls, self.variables.of_call):
             for place, number in enumerate(call.inputs):
                 users[number, call.phase].append((variable, place))
-        groups: Counter[_Use] = Counter()
-        example: dict[_Use, int] = {}
+        groups: dict[_Use, list[int]] = defaultdict(list)
         for (number, phase), using in users.items():
             source, tensor = self.variables.sources[number], self.step.tensors[number]
             size = tensor.numel() * tensor.element_size()
             hidden = number in self.variables.only_parameters
-            use = _Use(source.variable, source.place, size, phase == FORWARD, hidden, tuple(using))
-            groups[use] += 1
-            example[use] = number
-        for use, count in groups.items():
-            self._connect(example[use], use, count)
+            groups[_Use(source.variable, source.place, size, phase == FORWARD, hidden, tuple(using))].append(number)
+        for use, numbers in groups.items():
+            shared = self._connect(numbers[0], use, len(numbers))
+            if shared is not None:
+                phase = FORWARD if use.forward else BACKWARD
+                self.variables.shared.update({(number, phase): shared for number in numbers})
         self._add_gradients()
         self._add_results()
 
-    def _connect(self, number: int, use: _Use, count: int) -> None:
+    def _connect(self, number: int, use: _Use, count: int) -> int | None:
+        """Adds the costs of a tensor's uses; returns the variable of the tensor that they share, if there is one."""
         source, using, hidden = self.variables.sources[number], use.users, use.hidden
         wanted = [self._wanted(variable, place) for variable, place in using]
         fixed = [place in self.written[variable] for variable, place in using]
@@ -64,11 +65,12 @@ class _Connections:
                 for (user, _), want, stays in zip(using, wanted, fixed):
                     costs = self._unmoved(first, want) if stays else self._from_either(first, second, want, use.size)
                     self._pair(variable, user, costs, count, hidden)
-                return
+                return variable
         for (user, _), want, stays in zip(using, wanted, fixed):
             have = source.placements
             costs = self._unmoved(have, want) if stays else self.costs.between(have, want, use.size)
             self._pair(source.variable, user, costs, count, hidden)
+        return None
 
     def _unmoved(self, have: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Costs of a tensor that a call writes to: it cannot be redistributed before."""
@@ -121,7 +123,7 @@ class _Connections:
         """The cheaper way: from how a tensor comes, or from what it is made available as, by slices of it alone."""
         seconds, sent = self.costs.between(first, want, size)
         other, other_sent = self.costs.between(second, want, size)
-        better = (other_sent == 0) & (other < seconds)
+        better = is_better(seconds, other, other_sent)
         return np.where(better, other, seconds), np.where(better, other_sent, sent)
 
     def _pair(self, i: int, j: int, costs: tuple[np.ndarray, np.ndarray], count: int, hidden: bool) -> None:
@@ -159,6 +161,11 @@ class _Connections:
             self._pair(source.variable, variable, costs, 1, False)
 
 
+def is_better(seconds: np.ndarray, other: np.ndarray, other_sent: np.ndarray) -> np.ndarray:
+    """Whether what a tensor is made available as is where calls take it from: nothing is sent then."""
+    return (other_sent == 0) & (other < seconds)
+
+
 def _partial(placements: Placements) -> bool:
     return any(p.is_partial() for p in placements)
 
@@ -171,3 +178,25 @@ def _is_near(before: Placements, after: Placements) -> bool:
 def connect_calls(variables: StepVariables) -> None:
     """Adds the costs of pairs of variables to their model."""
     _Connections(variables).add()
+
+
+def taken_from(variables: StepVariables, choice: Sequence[int], call: int) -> tuple[Placements | None, ...]:
+    """For each tensor of a call, placements in which several calls have it, and from which this call takes it; None for
+    those that it redistributes by itself, or not at all."""
+    made, costs = variables.step.calls[call], variables.costs
+    strategy = cast(
+        "Strategy", variables.model.variables[variables.of_call[call]].choices[choice[variables.of_call[call]]]
+    )
+    found: list[Placements | None] = []
+    for number, want in zip(made.inputs, strategy.inputs):
+        shared = variables.shared.get((number, made.phase))
+        if shared is None:
+            found.append(None)
+            continue
+        first, second = variables.model.variables[shared].choices[choice[shared]]  # type: ignore[misc]
+        tensor, target = variables.step.tensors[number], costs.codes([want])
+        size = tensor.numel() * tensor.element_size()
+        seconds, _ = costs.between(costs.codes([first]), target, size)  # type: ignore[list-item]
+        other = costs.between(costs.codes([second]), target, size)  # type: ignore[list-item]
+        found.append(second if bool(is_better(seconds, *other)[0, 0]) else None)  # type: ignore[arg-type]
+    return tuple(found)

@@ -84,6 +84,9 @@ class RedistributionCosts:
         return spread[..., 0], spread[..., 1]
 
     def _of_plan(self, source: int, target: int, size: int) -> RedistributionCost:
+        pairs = zip(self.placements[source], self.placements[target])
+        if any(after.is_partial() and before != after and not before.is_replicate() for before, after in pairs):
+            return _NONE  # torch refuses to make partial what is sharded
         magnitude = _MAGNITUDES[size > _MAGNITUDES[0]]
         pattern = self._patterns.get((source, target))
         if pattern is None:

@@ -55,6 +55,7 @@ class StepVariables:
         of_tensor: of parameters and inputs, by number of the tensor, their variable.
         sources: of each tensor, by its number.
         strategies: of calls, by variable.
+        shared: by number of a tensor and phase, the variable of what its calls share.
         only_parameters: numbers of tensors that are computed from parameters alone.
     """
 
@@ -65,6 +66,7 @@ class StepVariables:
         self.model = CostModel()
         self.of_call: list[int] = []
         self.of_tensor: dict[int, int] = {}
+        self.shared: dict[tuple[int, str], int] = {}
         self.sources: dict[int, TensorSource] = {}
         self.strategies: dict[int, Sequence[Strategy]] = {}
         self.only_parameters: set[int] = set()

@@ -18,7 +18,7 @@ from dtensor_compile.compat.dynamo.tracing import restarts_analysis
 from dtensor_compile.decisions import Decision
 from dtensor_compile.global_plan.candidates import Candidates
 from dtensor_compile.global_plan.choose_placements import Choice, choose_placements, choose_restricted
-from dtensor_compile.global_plan.connect_calls import connect_calls
+from dtensor_compile.global_plan.connect_calls import connect_calls, taken_from
 from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
 from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
 from dtensor_compile.graph.node_costs import module_path
@@ -95,7 +95,9 @@ def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedC
         f"a step by estimate{of_greedy}; at most {choice.gap:.1%} above the best"
     )
     this.log.decided([Decision(GLOBAL_PLAN, "", reason)])
-    return PlannedCalls(step, [_strategy(variables, choice, i) for i in range(len(step.calls))])
+    calls = range(len(step.calls))
+    strategies = [_strategy(variables, choice, call) for call in calls]
+    return PlannedCalls(step, strategies, [taken_from(variables, choice.choice, call) for call in calls])
 
 
 def _strategy(variables: StepVariables, choice: Choice, call: int) -> Strategy:

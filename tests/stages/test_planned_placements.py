@@ -1,16 +1,23 @@
 """``options={"plan": "global"}``: eager's numbers with other placements inside."""
 
 import copy
+import unittest.mock
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dtensor_compile
 from dtensor_compile.demo.llama import Llama, LlamaConfig
+from dtensor_compile.global_plan.choose_placements import Choice
+from dtensor_compile.global_plan.message_passing import solve
+from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
 from dtensor_compile.global_plan.place import place
+from dtensor_compile.stages import planned_placements
 from dtensor_compile.testing import on_ranks
 
 KIND = "global_plan"
@@ -63,6 +70,127 @@ class Net(nn.Module):
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def any_choice(seed):
+    """Stands in for the search: a possible choice at random."""
+
+    def choose(model, budget=None, overlaps=True):
+        rng = np.random.default_rng(seed)
+        problem = model.problem(0.0, 0.0, 0.0)
+        own = [np.where(costs < IMPOSSIBLE, rng.random(len(costs)), IMPOSSIBLE) for costs in problem.own]
+        noise = PairwiseProblem(own, problem.pairs)
+        found = solve(noise, 0.1)
+        assert found.cost < IMPOSSIBLE
+        choice = [0] * len(problem.own)
+        for i, x in zip(model.order(), found.choice):
+            choice[i] = x
+        return Choice(tuple(choice), -1.0, 0.0, -1.0, 0.0, 0.0, 0.0, True)
+
+    return choose
+
+
+def replicated(name):
+    return [Replicate()]
+
+
+def columns_and_rows(name):
+    dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name.partition(".")[2])
+    return [Replicate() if dim is None else Shard(dim)]
+
+
+PROGRAMS = {
+    "replicated": (lambda: nn.Sequential(Net(), Net()), replicated, (64, 16), Replicate()),
+    "rows": (lambda: nn.Sequential(Net(), Net()), replicated, (64, 16), Shard(0)),
+    "columns and rows": (lambda: nn.Sequential(Net(), Net()), columns_and_rows, (8, 16), Replicate()),
+    "attention": (
+        lambda: Attention(),
+        lambda name: [Shard(0) if "out" not in name else Shard(1)],
+        (4, 8, 16),
+        Replicate(),
+    ),
+    "written to": (lambda: Written(), replicated, (8, 16), Shard(0)),
+    "redistributes": (lambda: Redistributes(), replicated, (8, 16), Shard(0)),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, dim=16, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Written(nn.Module):
+    """Writes to a tensor that it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        y = x @ self.weight
+        z = y * 2
+        z.add_(y).mul_(0.5)
+        return z.relu() + y
+
+
+class Redistributes(nn.Module):
+    """Redistributes and reads local tensors itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        y = (x @ self.weight).relu()
+        if isinstance(y, DTensor):
+            local = y.redistribute(placements=[Replicate()]).to_local() * 2
+            y = DTensor.from_local(local, y.device_mesh, [Replicate()], run_check=False)
+        else:
+            y = y * 2
+        return (y @ self.weight).tanh()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_any_placements_give_the_same_numbers(name):
+    any_placements(name)
+
+
+@on_ranks(2)
+def any_placements(name):
+    make, placements, shape, of_input = PROGRAMS[name]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    plain = make()
+    model = distributed(copy.deepcopy(plain), mesh, placements)
+    x = distribute_tensor(torch.randn(shape), mesh, [of_input])
+    sent = set()
+    for seed in range(3):
+        with unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(seed)):
+            reasons, recording = same(plain, model, x)
+        assert len(reasons) == 1 and "together" in reasons[0], reasons
+        sent.add(sum(c.bytes for c in recording.collectives))
+    assert len(sent) > 1  # other placements send something else
+
+
+@on_ranks(2)
+def test_draws_keep_their_shards():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
+    model = distributed(copy.deepcopy(plain), mesh, replicated)
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)])
+    found = []
+    for plan in ("greedy", "global"):
+        torch.manual_seed(3)
+        with unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(1)):
+            found.append(compiled(model, x, plan=plan)[0].full_tensor())
+    torch.testing.assert_close(*found)
 
 
 @on_ranks(2)

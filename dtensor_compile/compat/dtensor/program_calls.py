@@ -220,10 +220,12 @@ def _tangent(result: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Planned:
-    """What is planned for a call: the placements of its inputs, and those of results that are pinned."""
+    """What is planned for a call: its strategy, placements in which other calls have its tensors too and from which it
+    takes them, and the placements of results that are pinned."""
 
     call: StepCall
-    inputs: tuple[Placements, ...]
+    strategy: Strategy
+    shared: tuple[Placements | None, ...]
     pinned: Mapping[int, Placements] = field(default_factory=dict)
 
 
@@ -234,13 +236,15 @@ class PlannedCalls(_Calls):
         lost: a description of the first call that was not the one recorded; empty if there was none.
     """
 
-    def __init__(self, step: RecordedStep, strategies: Sequence[Strategy]) -> None:
+    def __init__(
+        self, step: RecordedStep, strategies: Sequence[Strategy], shared: Sequence[tuple[Placements | None, ...]]
+    ) -> None:
         super().__init__()
         self.lost = ""
         self._planned: dict[str, list[_Planned]] = {FORWARD: [], BACKWARD: []}
-        for call, strategy in zip(step.calls, strategies):
+        for call, strategy, taken_from in zip(step.calls, strategies, shared):
             pinned = {i: step.pinned[x] for i, x in enumerate(call.outputs) if x in step.pinned}
-            self._planned[call.phase].append(_Planned(call, strategy.inputs, pinned))
+            self._planned[call.phase].append(_Planned(call, strategy, taken_from, pinned))
         self._at = {FORWARD: 0, BACKWARD: 0}
         self._follows = True
 
@@ -252,9 +256,14 @@ class PlannedCalls(_Calls):
         planned = self._next(func, args, kwargs)
         if planned is None:
             return func(*args, **kwargs)
-        wanted = iter(planned.inputs)
-        args, kwargs = tree_map(lambda x: _moved(x, next(wanted)) if isinstance(x, DTensor) else x, (args, kwargs))
+        ways = iter(zip(planned.shared, planned.strategy.inputs))
+        args, kwargs = tree_map(lambda x: _taken(x, *next(ways)) if isinstance(x, DTensor) else x, (args, kwargs))
+        if any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable:
+            args = tree_map(_in_global_order, args)
         result = func(*args, **kwargs)
+        made = tuple(tuple(x.placements) for x in _dtensors(result))
+        if made != planned.strategy.outputs:
+            self._lose(f"{func} made {made}, where {planned.strategy.outputs} were expected")
         if not planned.pinned:
             return result
         places = iter(range(len(planned.call.outputs)))
@@ -268,12 +277,15 @@ class PlannedCalls(_Calls):
         planned = self._planned[phase][place] if place < len(self._planned[phase]) else None
         shapes = [tuple(x.shape) for x in _dtensors((args, kwargs))]
         if planned is None or planned.call.op is not func or shapes != _shapes(planned.call):
-            self._follows = False
             expected = "the end" if planned is None else str(planned.call.op)
-            self.lost = self.lost or f"{func} came in the {phase} pass, where {expected} was expected"
+            self._lose(f"{func} came in the {phase} pass, where {expected} was expected")
             return None
         self._at[phase] += 1
         return planned
+
+    def _lose(self, why: str) -> None:
+        """The run does not follow the plan any more."""
+        self._follows, self.lost = False, self.lost or why
 
 
 def _shapes(call: StepCall) -> list[tuple[int, ...]]:
@@ -290,6 +302,26 @@ def _moved(tensor: DTensor, placements: Placements) -> DTensor:
     source = tensor._spec
     target = Spec(source.mesh, placements, meta_of(source))
     return with_local(redistribute_local(tensor._local_tensor, source, target), target)
+
+
+def _taken(tensor: DTensor, shared: Placements | None, placements: Placements) -> DTensor:
+    if shared is not None and tuple(tensor.placements) != placements:
+        tensor = _moved(tensor, shared)
+    return _moved(tensor, placements)
+
+
+def _in_global_order(value: Any) -> Any:
+    """A DTensor whose local tensor has its dims in memory in the order of the global one, as views take for granted: a
+    redistribution may have changed it."""
+    if not isinstance(value, DTensor):
+        return value
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+    local = value._local_tensor.permute(order)
+    if local.is_contiguous():
+        return value
+    back = sorted(range(value.dim()), key=order.__getitem__)
+    return with_local(local.contiguous().permute(back), value._spec)
 
 
 def _pinned(tensor: DTensor, place: int, pinned: Mapping[int, Placements]) -> DTensor:

@@ -113,9 +113,7 @@ class RecordedStep:
 class _Recorder(TorchDispatchMode):
     def __init__(self, step: RecordedStep) -> None:
         super().__init__()
-        self.step = step
-        self.phase = FORWARD
-        self.path = [""]
+        self.step, self.path, self.phase = step, [""], FORWARD
         self._numbers: dict[Any, int] = {}
         self._views: dict[Any, tuple[int, ...]] = {}
         self._modules: dict[int, str] = {}
