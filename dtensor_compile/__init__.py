@@ -5,6 +5,7 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 - `record`: collects captured redistributions, decisions and collectives while programs compile.
 - `explain`: the report of one call of a function or a module.
 - `Options`: the keys of ``options={...}``.
+- `place`: placements of parameters and inputs for a training step over a mesh.
 - `redistribute`: moves a DTensor to another mesh.
 - `one_gloo_worker`: gloo groups in which two gathers that complete at once do not end the process.
 - `export`: the program of one rank as a ``torch.export.ExportedProgram``.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         PlanError,
         UnsupportedTorchError,
     )
+    from dtensor_compile.global_plan.place import place
     from dtensor_compile.local_program import export
     from dtensor_compile.options import Options
     from dtensor_compile.recording.recorder import record
@@ -52,6 +54,7 @@ __all__ = [
     "explain",
     "export",
     "one_gloo_worker",
+    "place",
     "record",
     "redistribute",
 ]
@@ -62,6 +65,7 @@ _MODULES = {
     "explain": "report.explain",
     "export": "local_program",
     "one_gloo_worker": "compat.distributed.gloo",
+    "place": "global_plan.place",
     "record": "report",
     "redistribute": "capture.cross_mesh",
 }

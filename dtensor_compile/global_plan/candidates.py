@@ -2,7 +2,7 @@
 
 The strategies of an operator over the mesh dims are combined; a combination is left out if a dim of a tensor would be
 sharded unevenly. If the tensors that come in can be sharded in another order than left to right (a view made them so),
-the operator also has that strategy, with every tensor that has this factor sharded in the same order.
+DTensor is asked whether the operator takes every tensor that has this factor in that order.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Candidates:
         self.without_rule: set[str] = set()
         self._dims = [mesh] if mesh.ndim == 1 else [mesh[name] for name in names]
         self._single: BoundedCache[object, tuple[list[Strategy], bool]] = BoundedCache(1 << 14)
+        self._orders: BoundedCache[object, bool] = BoundedCache(1 << 14)
         self._whole: BoundedCache[object, tuple[Strategy, ...]] = BoundedCache(1 << 14)
 
     def of_tensor(self, tensor: torch.Tensor, shards: bool = True) -> tuple[Placements, ...]:
@@ -70,12 +71,24 @@ class Candidates:
                 if not all(self._even(x.shape, p) for x, p in zip(tensors, inputs)):
                     continue
                 made = asked(call, self.mesh, inputs) if views else None
-                if views and made is None:
+                if made is None and (views or not self._takes(call, combination, factors)):
                     continue
                 outputs = made.outputs if made else _over_mesh([s.outputs for s in combination], factors)
                 if all(self._even(x.shape, p) for x, p in zip(results, outputs)):
                     found[Strategy(inputs, outputs)] = None
         return tuple(found)
+
+    def _takes(self, call: StepCall, combination: Sequence[Strategy], factors: Sequence[int | None]) -> bool:
+        """Whether the operator takes shards in these orders; asked for each mesh dim by itself."""
+        for i, (strategy, factor) in enumerate(zip(combination, factors)):
+            if factor is not None:
+                key = i, facts_of_call(call), strategy, factor
+                if key not in self._orders:
+                    ordered = _over_mesh([strategy.inputs], [factor]), _over_mesh([strategy.outputs], [factor])
+                    self._orders[key] = asked(call, self._dims[i], ordered[0]) == Strategy(*ordered)
+                if not self._orders[key]:
+                    return False
+        return True
 
     def _of_all(self, tensors: Sequence[torch.Tensor]) -> list[Placements]:
         """Placements that all of these tensors can have."""

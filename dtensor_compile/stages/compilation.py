@@ -41,6 +41,7 @@ class Compilation:
         shares: the rank whose graphs in these artifacts this rank shares; None if they do not have the program.
         blocks: graphs of blocks that are compiled once, by their names.
         apart: numbers of blocks whose calls are compiled separately, because they cannot share a graph.
+        placed: whether placements may be chosen for the whole program.
         order: decisions about the order of the graph that was lowered last, kept if Inductor's kernels are reordered.
     """
 
@@ -61,6 +62,7 @@ class Compilation:
     shares: int | None = None
     blocks: dict[str, BlockGraph] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
+    placed: bool = True
     order: list[Decision] = field(default_factory=list)
 
     @property
@@ -83,6 +85,11 @@ class Compilation:
         """Whether equal blocks are compiled once. Each is compiled separately while graphs are watched, as watchers get
         whole graphs."""
         return self.options.blocks == "once" and not watching()
+
+    @property
+    def plans_placements(self) -> bool:
+        """Whether placements are chosen for the whole program."""
+        return self.options.plan == "global" and self.placed
 
     @property
     def orders_kernels(self) -> bool:

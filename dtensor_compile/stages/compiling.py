@@ -43,7 +43,7 @@ from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
 from dtensor_compile.stages.kernels import on_uncompiled, passes_over_kernels
 from dtensor_compile.stages.lowered import lower_graph
-from dtensor_compile.stages.planned_placements import planned_placements
+from dtensor_compile.stages.planned_placements import planned_placements, until_placed
 from dtensor_compile.stages.program import GRAPH_FUNCTIONS
 from dtensor_compile.topology.devices import on_one_host
 from dtensor_compile.topology.network import plans_for
@@ -79,7 +79,7 @@ SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: contextlib.nullcontext() if this.options.strict else defer_backward_errors(this.log.decided),
     lambda this: report_fallbacks(this.log.decided),
     lambda this: _shared_blocks(this) if this.shares_blocks else contextlib.nullcontext(),
-    lambda this: planned_placements(this) if this.options.plan == "global" else contextlib.nullcontext(),
+    lambda this: planned_placements(this) if this.plans_placements else contextlib.nullcontext(),
 )
 
 
@@ -120,7 +120,7 @@ def code_header(gm: torch.fx.GraphModule) -> list[str]:
 
 def compile_program(this: Compilation) -> Callable[..., Any]:
     """Traces, plans, lowers, schedules and compiles the program; returns the compiled callable."""
-    return until_gradients_fit(lambda: _compiled(this), this)
+    return until_placed(lambda: until_gradients_fit(lambda: _compiled(this), this), this)
 
 
 def _compiled(this: Compilation) -> Callable[..., Any]:

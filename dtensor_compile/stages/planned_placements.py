@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_compile.capture.checks import shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot.block_graphs import programs_changed
 from dtensor_compile.compat.dtensor.operator_strategies import ask, results_known
-from dtensor_compile.compat.dtensor.program_calls import PlannedCalls, ProgramError, calls_planned, record_program
+from dtensor_compile.compat.dtensor.program_calls import (
+    PlacementsLost,
+    PlannedCalls,
+    ProgramError,
+    calls_planned,
+    record_program,
+)
 from dtensor_compile.compat.dtensor.step_record import RecordedStep, Strategy
 from dtensor_compile.compat.dynamo.tracing import restarts_analysis
 from dtensor_compile.decisions import Decision
@@ -27,11 +33,26 @@ from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.topology.links import CLUSTERS
 from dtensor_compile.topology.network import network_of
 
+T = TypeVar("T")
+
 #: Kind of the decisions.
 GLOBAL_PLAN = "global_plan"
 
 #: Clusters by type of device whose rates are assumed where no topology is named.
 _ASSUMED = {"cuda": "h100", "cpu": "cpu-loopback"}
+
+
+def until_placed(compile: Callable[[], T], this: Compilation) -> T:
+    """The result of `compile`; it is called again without planned placements if the calls are not those recorded."""
+    before = this.log.mark()
+    try:
+        return compile()
+    except PlacementsLost as error:
+        this.log.forget_since(before)
+        this.placed = False
+        reason = f"placements are DTensor's own: {error}"
+        this.log.decided([Decision(GLOBAL_PLAN, "", reason, left_alone=True)])
+        return compile()
 
 
 @contextlib.contextmanager
@@ -43,7 +64,6 @@ def planned_placements(this: Compilation) -> Iterator[None]:
             planned = _planned(program, this)
             if planned is not None:
                 stack.enter_context(calls_planned(program, planned))
-                stack.callback(_report_lost, planned, this)
 
         with programs_changed(plan):
             yield
@@ -117,9 +137,3 @@ def _greedy(step: RecordedStep, mesh: DeviceMesh, variables: StepVariables) -> C
             kept[variable] = [strategies.index(taken)]
     choice = choose_restricted(variables.model, kept)
     return choice if choice.possible else None
-
-
-def _report_lost(planned: PlannedCalls, this: Compilation) -> None:
-    if planned.lost:
-        reason = f"placements from one call on are DTensor's own: {planned.lost}"
-        this.log.decided([Decision(GLOBAL_PLAN, "", reason, left_alone=True)])

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.specs import spec_as_of_views
 from dtensor_compile.compat.dtensor.step_record import Placements, StepCall, Strategy
 from dtensor_compile.compat.patches import needs, patch
 
@@ -78,7 +79,7 @@ def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strate
     def spec(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return DTensorSpec(mesh, next(placements), TensorMeta(value.shape, value.stride(), value.dtype))
+        return spec_as_of_views(mesh, next(placements), TensorMeta(value.shape, value.stride(), value.dtype))
 
     propagator = DTensor._op_dispatcher.sharding_propagator
     op = call.op

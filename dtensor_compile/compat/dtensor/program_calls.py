@@ -3,8 +3,8 @@ placements of their inputs.
 
 Both stand in front of DTensor's own dispatch and see the same calls in the same order, so that a call is known by its
 number in its phase. A recording runs the graph on fake DTensors. While AOTAutograd traces the graph, each run of it
-begins with a node that starts the count again; a call that is not the one recorded ends the changes of that run, which
-DTensor's own choices then complete.
+begins with a node that starts the count again; a call that is not the one recorded, or does not make what its strategy
+says, is a `PlacementsLost`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.dtensor.operator_strategies import ask
 from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
-from dtensor_compile.compat.dtensor.specs import Spec, meta_of, redistribute_local, with_local
+from dtensor_compile.compat.dtensor.specs import Spec, meta_of, redistribute_local, spec_as_of_views, with_local
 from dtensor_compile.compat.dtensor.step_record import (
     BACKWARD,
     FORWARD,
@@ -34,10 +34,15 @@ from dtensor_compile.compat.dtensor.step_record import (
     StepCall,
     Strategy,
 )
+from dtensor_compile.errors import DTensorCompileError
 
 
 class ProgramError(Exception):
     """The calls of a program cannot be placed together; the message gives the reason."""
+
+
+class PlacementsLost(DTensorCompileError):
+    """A call of a program is not the one that was recorded and placed."""
 
 
 def _dtensors(value: Any) -> list[DTensor]:
@@ -230,27 +235,21 @@ class _Planned:
 
 
 class PlannedCalls(_Calls):
-    """While active, calls are made with planned placements of their inputs.
-
-    Attributes:
-        lost: a description of the first call that was not the one recorded; empty if there was none.
-    """
+    """While active, calls are made with planned placements of their inputs."""
 
     def __init__(
         self, step: RecordedStep, strategies: Sequence[Strategy], shared: Sequence[tuple[Placements | None, ...]]
     ) -> None:
         super().__init__()
-        self.lost = ""
         self._planned: dict[str, list[_Planned]] = {FORWARD: [], BACKWARD: []}
         for call, strategy, taken_from in zip(step.calls, strategies, shared):
             pinned = {i: step.pinned[x] for i, x in enumerate(call.outputs) if x in step.pinned}
             self._planned[call.phase].append(_Planned(call, strategy, taken_from, pinned))
         self._at = {FORWARD: 0, BACKWARD: 0}
-        self._follows = True
 
     def begin(self) -> None:
         """A run of the program begins."""
-        self._at, self._follows = {FORWARD: 0, BACKWARD: 0}, True
+        self._at = {FORWARD: 0, BACKWARD: 0}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         planned = self._next(func, args, kwargs)
@@ -263,7 +262,7 @@ class PlannedCalls(_Calls):
         result = func(*args, **kwargs)
         made = tuple(tuple(x.placements) for x in _dtensors(result))
         if made != planned.strategy.outputs:
-            self._lose(f"{func} made {made}, where {planned.strategy.outputs} were expected")
+            raise PlacementsLost(f"{func} made {made}, where {planned.strategy.outputs} were expected")
         if not planned.pinned:
             return result
         places = iter(range(len(planned.call.outputs)))
@@ -271,21 +270,16 @@ class PlannedCalls(_Calls):
 
     def _next(self, func: Any, args: Any, kwargs: Any) -> _Planned | None:
         phase = BACKWARD if _is_backward() else FORWARD
-        if not self._follows or not _makes_dtensors(func):
+        if not _makes_dtensors(func):
             return None
         place = self._at[phase]
         planned = self._planned[phase][place] if place < len(self._planned[phase]) else None
         shapes = [tuple(x.shape) for x in _dtensors((args, kwargs))]
         if planned is None or planned.call.op is not func or shapes != _shapes(planned.call):
             expected = "the end" if planned is None else str(planned.call.op)
-            self._lose(f"{func} came in the {phase} pass, where {expected} was expected")
-            return None
+            raise PlacementsLost(f"{func} came in the {phase} pass, where {expected} was expected")
         self._at[phase] += 1
         return planned
-
-    def _lose(self, why: str) -> None:
-        """The run does not follow the plan any more."""
-        self._follows, self.lost = False, self.lost or why
 
 
 def _shapes(call: StepCall) -> list[tuple[int, ...]]:
@@ -300,7 +294,7 @@ def _moved(tensor: DTensor, placements: Placements) -> DTensor:
     if tuple(tensor.placements) == placements:
         return tensor
     source = tensor._spec
-    target = Spec(source.mesh, placements, meta_of(source))
+    target = spec_as_of_views(source.mesh, placements, meta_of(source))
     return with_local(redistribute_local(tensor._local_tensor, source, target), target)
 
 
@@ -339,4 +333,4 @@ def calls_planned(program: torch.fx.GraphModule, planned: PlannedCalls) -> Itera
         yield
 
 
-__all__ = ["PlannedCalls", "ProgramError", "calls_planned", "record_program"]
+__all__ = ["PlacementsLost", "PlannedCalls", "ProgramError", "calls_planned", "record_program"]

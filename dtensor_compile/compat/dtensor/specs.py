@@ -47,6 +47,17 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
+#: Field of a spec, as of 2.12, that says whether strided shards stand for an order of mesh dims; views make others.
+_IS_ORDER = "use_strided_shard_as_shard_order"
+
+
+def spec_as_of_views(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta) -> Spec:
+    """A spec whose strided shards are those of a view: cut as they are, and not for an order of mesh dims."""
+    strided = any(isinstance(placement, StridedShard) for placement in placements)
+    settings: dict[str, Any] = {_IS_ORDER: False} if strided and _IS_ORDER in Spec.__dataclass_fields__ else {}
+    return Spec(mesh, tuple(placements), meta, **settings)
+
+
 def meta_of(spec: Spec) -> TensorMeta:
     """The tensor metadata (sizes, strides, dtype) of a spec that has it."""
     assert spec.tensor_meta is not None
