@@ -118,7 +118,8 @@ class _Recorder(_Calls):
 
     def _module(self, phase: str) -> str:
         if phase == FORWARD:
-            self._modules[torch.autograd._get_sequence_nr() - 1] = self.module
+            sequence = torch.autograd._get_sequence_nr() - 1
+            self._modules[sequence] = self.module
             return self.module
         node = torch._C._current_autograd_node()
         return "" if node is None else self._modules.get(node._sequence_nr(), "")

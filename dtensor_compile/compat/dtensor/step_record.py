@@ -148,7 +148,8 @@ class _Recorder(TorchDispatchMode):
 
     def _module(self) -> str:
         if self.phase == FORWARD:
-            self._modules[torch.autograd._get_sequence_nr() - 1] = self.path[-1]
+            sequence = torch.autograd._get_sequence_nr() - 1
+            self._modules[sequence] = self.path[-1]
             return self.path[-1]
         node = torch._C._current_autograd_node()
         return "" if node is None else self._modules.get(node._sequence_nr(), "")
