@@ -111,10 +111,9 @@ class StepVariables:
         variables: dict[int, int] = {}
         saved = self._saved()
         for call, number in zip(self.step.calls, classes):
+            given = tuple(self._placements(x) for x in call.inputs)
             if number not in variables:
-                given = tuple(self._placements(x) for x in call.inputs)
-                kept = self.step.kept.get(len(self.of_call))
-                strategies = (kept,) if kept is not None else self.candidates.of_call(call, given)
+                strategies = self._choices(len(self.of_call), call, given)
                 at = len(self.of_call)
                 for source in (self.sources[x].variable for x in call.inputs):
                     if self.model.variables[source].kind != "call" and self.model.variables[source].at == 0:
@@ -136,6 +135,14 @@ class StepVariables:
                 if output in saved:
                     held = [local_bytes(self.step.tensors[output], p, self.costs.mesh_shape) for p in made_in]
                     self.model.memory[variable] += np.array(held)
+
+    def _choices(self, number: int, call: StepCall, given: Sequence[tuple[Placements, ...]]) -> tuple[Strategy, ...]:
+        """The strategies of a call: the one that it keeps, or all that it can have, that of its recording included."""
+        kept, taken = self.step.kept.get(number), self.step.taken.get(number)
+        if kept is not None:
+            return (kept,)
+        found = self.candidates.of_call(call, given)
+        return found if taken is None or taken in found else (*found, taken)
 
     def _pin(self, variable: int, number: int, made_in: Sequence[Placements], pinned: Placements) -> None:
         """Adds the redistribution of a result to the placements in which it is read outside of the calls."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.capture.checks import shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot.block_graphs import programs_changed
-from dtensor_compile.compat.dtensor.operator_strategies import ask, results_known
+from dtensor_compile.compat.dtensor.operator_strategies import results_known
 from dtensor_compile.compat.dtensor.program_calls import (
     PlacementsLost,
     PlannedCalls,
@@ -84,7 +84,7 @@ def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls |
             raise ProgramError("the mesh dims have no names")
         step = record_program(program, this.inputs, module_path)
         if not step.calls:
-            return None
+            raise ProgramError("it calls no operators on DTensors")
         return _chosen(step, mesh, this)
     except ProgramError as error:
         this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {error}", left_alone=True)])
@@ -104,15 +104,15 @@ def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedC
         variables = StepVariables(step, Candidates(mesh), costs, CostSettings(cluster.device, 0.0, fixed))
         connect_calls(variables)
     choice = choose_placements(variables.model, overlaps=this.options.schedule)
-    greedy = _greedy(step, mesh, variables)
-    if not choice.possible or greedy is not None and greedy.seconds <= choice.seconds:
+    greedy = _greedy(step, variables)
+    if not choice.possible or greedy.seconds <= choice.seconds:
         why = "no other placements are possible" if not choice.possible else "no others are faster, by estimate"
         this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}")])
         return None
-    of_greedy = "" if greedy is None else f", instead of {greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes"
     reason = (
         f"placements for {len(step.calls)} calls together: {choice.seconds * 1e3:.3f} ms and {choice.sent:,.0f} bytes "
-        f"a step by estimate{of_greedy}; at most {choice.gap:.1%} above the best"
+        f"a step by estimate, instead of {greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes; at most "
+        f"{choice.gap:.1%} above the best"
     )
     this.log.decided([Decision(GLOBAL_PLAN, "", reason)])
     calls = range(len(step.calls))
@@ -125,15 +125,10 @@ def _strategy(variables: StepVariables, choice: Choice, call: int) -> Strategy:
     return cast("Strategy", variables.model.variables[variable].choices[choice.choice[variable]])
 
 
-def _greedy(step: RecordedStep, mesh: DeviceMesh, variables: StepVariables) -> Choice | None:
-    """DTensor's own choice for each class of calls, by the same costs; None where it is no choice of the model."""
+def _greedy(step: RecordedStep, variables: StepVariables) -> Choice:
+    """DTensor's own choice for the first call of each class, by the same costs."""
     kept: dict[int, Sequence[int]] = {}
-    for call, variable in zip(step.calls, variables.of_call):
+    for call, variable in enumerate(variables.of_call):
         if variable not in kept:
-            taken = ask(call, mesh, [step.placements[x] for x in call.inputs])
-            strategies = list(variables.model.variables[variable].choices)
-            if taken not in strategies:
-                return None
-            kept[variable] = [strategies.index(taken)]
-    choice = choose_restricted(variables.model, kept)
-    return choice if choice.possible else None
+            kept[variable] = [list(variables.model.variables[variable].choices).index(step.taken[call])]
+    return choose_restricted(variables.model, kept)

@@ -1,6 +1,7 @@
 """``options={"plan": "global"}``: eager's numbers with other placements inside."""
 
 import copy
+import dataclasses
 import unittest.mock
 
 import numpy as np
@@ -9,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dtensor_compile
+from dtensor_compile.compat.dtensor.program_calls import record_program
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.global_plan.choose_placements import Choice
 from dtensor_compile.global_plan.message_passing import solve
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
-from dtensor_compile.global_plan.place import place
 from dtensor_compile.stages import planned_placements
 from dtensor_compile.testing import on_ranks
 
@@ -204,18 +206,71 @@ def test_replicated_parameters_and_rows():
     assert len(reasons) == 1
 
 
+def megatron(plain, mesh):
+    """The model with weights of Megatron's columns and rows over the last mesh dim, and nothing said of activations."""
+    outer = [Replicate()] * (mesh.ndim - 1)
+
+    def placements(name):
+        if "norm" in name or "embedding" in name:
+            return [*outer, Replicate()]
+        return [*outer, Shard(1 if name.split(".")[-2] in ("wo", "w2") else 0)]
+
+    model = distributed(copy.deepcopy(plain), mesh, placements)
+    for name, buffer in list(model.named_buffers()):
+        setattr(model, name, distribute_tensor(buffer, mesh, [*outer, Replicate()]))
+    return model
+
+
+def sends_less(mesh, layers):
+    torch.manual_seed(0)
+    plain = Llama(LlamaConfig(layers=layers, dim=64, ffn_dim=128, heads=4, kv_heads=4, vocab=128, sequence=32))
+    model = megatron(plain, mesh)
+    batch = [Shard(0) if i < mesh.ndim - 1 else Replicate() for i in range(mesh.ndim)]
+    tokens = distribute_tensor(torch.randint(0, 128, (4, 32)), mesh, batch)
+    reasons, recording = same(plain, model, tokens, topology="h100")
+    assert len(reasons) == 1 and "together" in reasons[0], reasons
+    greedy = compiled(model, tokens, topology="h100")[2]
+    sent, before = (sum(c.bytes for c in this.collectives) for this in (recording, greedy))
+    assert sent < 0.7 * before, (sent, before)
+
+
+@on_ranks(2)
+def test_weights_of_columns_and_rows_alone_are_enough():
+    sends_less(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), 1)
+
+
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_llama_over_two_mesh_dims():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    plain = Llama(LlamaConfig(layers=1, dim=64, ffn_dim=128, heads=4, kv_heads=2, vocab=96, sequence=16))
-    model = copy.deepcopy(plain)
-    tokens = torch.randint(0, 96, (4, 16))
-    plan = place(model, mesh, (tokens,), topology="h100", fixed={"output.weight": [Replicate(), Shard(0)]})
-    plan.apply(model)
-    (placed,) = plan.distribute_inputs((tokens,))
-    for buffer_name, buffer in list(model.named_buffers()):
-        setattr(model, buffer_name, distribute_tensor(buffer, mesh, [Replicate(), Replicate()]))
-    reasons, _ = same(plain, model, placed, topology="h100")
-    assert len(reasons) == 1
+    sends_less(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), 2)
+
+
+@on_ranks(2)
+def test_a_program_without_dtensors_keeps_what_it_has():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    with dtensor_compile.record() as recording:
+        torch.compile(model, backend="dtensor_aten", options={"plan": "global"})(torch.ones(2, 4)).sum().backward()
+    (decision,) = {d for d in recording.decisions if d.kind == KIND}
+    assert decision.left_alone and decision.reason.startswith("placements are DTensor's own")
+
+
+@on_ranks(2)
+def test_calls_that_are_not_the_recorded_ones_are_compiled_without_a_plan():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plain = nn.Sequential(Net(), Net())
+    model = distributed(copy.deepcopy(plain), mesh, columns_and_rows)
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()])
+
+    def other_step(*args):
+        step = record_program(*args)
+        step.calls[3] = dataclasses.replace(step.calls[3], op=torch.ops.aten.neg.default)
+        return step
+
+    with (
+        unittest.mock.patch.object(planned_placements, "record_program", other_step),
+        unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(0)),
+    ):
+        reasons, _ = same(plain, model, x)
+    assert len(reasons) == 1 and "where aten.neg.default was expected" in reasons[0]

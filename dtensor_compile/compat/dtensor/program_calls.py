@@ -109,10 +109,13 @@ class _Recorder(_Calls):
         arguments, named = tree_map(_numbered(inputs, self.step.tensors), (tuple(args), dict(kwargs)))
         made = tree_map(plain, result)
         call = StepCall(func, tuple(arguments), named, made, inputs, outputs, phase, self._module(phase))
+        placed = tuple(tuple(x.placements) for x in _dtensors(result))
+        taken = ask(call, _dtensors(result)[0].device_mesh, given)
+        if taken is None or taken.outputs != placed:
+            taken = Strategy(tuple(given), placed)
+        self.step.taken[len(self.step.calls)] = taken
         if torch.Tag.nondeterministic_seeded in func.tags:  # what is drawn depends on the shards
-            kept = ask(call, _dtensors(result)[0].device_mesh, given)
-            placed = tuple(tuple(x.placements) for x in _dtensors(result))
-            self.step.kept[len(self.step.calls)] = kept or Strategy(tuple(given), placed)
+            self.step.kept[len(self.step.calls)] = taken
         self.step.calls.append(call)
         return result
 

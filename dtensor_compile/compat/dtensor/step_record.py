@@ -95,6 +95,7 @@ class RecordedStep:
         pinned: placements in which tensors are made whatever their call makes, as code outside of the calls reads them.
         kept: by number of a call, the strategy that it keeps.
         placements: of DTensors, those that they had.
+        taken: by number of a call, the strategy with which it ran.
     """
 
     calls: list[StepCall] = field(default_factory=list)
@@ -108,6 +109,7 @@ class RecordedStep:
     pinned: dict[int, Placements] = field(default_factory=dict)
     kept: dict[int, Strategy] = field(default_factory=dict)
     placements: dict[int, Placements] = field(default_factory=dict)
+    taken: dict[int, Strategy] = field(default_factory=dict)
 
 
 class _Recorder(TorchDispatchMode):
