@@ -26,6 +26,7 @@ from dtensor_compile.forecast.plan_table import size
 from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings, Training
 from dtensor_compile.global_plan.alternatives import alternatives
 from dtensor_compile.global_plan.choose_placements import Choice
+from dtensor_compile.global_plan.equal_calls import pattern
 from dtensor_compile.global_plan.known_plans import Alternative
 from dtensor_compile.global_plan.place import PlacementPlan, place
 from dtensor_compile.global_plan.placement_code import by_pattern, placement_code
@@ -126,7 +127,7 @@ def _plan(target: str, job: Job, args: argparse.Namespace, memory: float | None)
 
 def _print(
     plan: PlacementPlan,
-    name: str | None,
+    asked: str | None,
     of_value: Sequence[Alternative],
     console: Console,
 ) -> None:
@@ -135,8 +136,8 @@ def _print(
     for column in ("parameter", "placements", "local tensor"):
         table.add_column(column)
     sizes = _local_sizes(plan)
-    for pattern, placements in by_pattern(plan.parameters).items():
-        table.add_row(pattern, spec_text(placements), sizes[pattern])
+    for name, placements in by_pattern(plan.parameters).items():
+        table.add_row(name, spec_text(placements), sizes[name])
     for i, placements in enumerate(plan.inputs):
         table.add_row(f"input {i}", spec_text(placements), sizes[str(i)])
     console.print(table)
@@ -155,8 +156,8 @@ def _print(
     )
     for op in sorted(plan.without_rule):
         console.print(f"{op} has no rule in DTensor: it runs on replicated tensors", highlight=False)
-    if name is not None:
-        _print_value(name, of_value, plan, console)
+    if asked is not None:
+        _print_value(asked, of_value, plan, console)
     if not plan.choice.fits and plan.budget is not None:
         console.print(
             f"no plan fits into {size(int(plan.budget))}: the nearest, above, needs {size(int(plan.choice.memory))}",
@@ -201,8 +202,7 @@ def _local_sizes(plan: PlacementPlan) -> dict[str, str]:
         for placement, n in zip(placed[name], plan.mesh.shape):
             if placement.is_shard():
                 shape[placement.dim] //= n
-        for key in (name, *(p for p in patterns if p != name and p.replace("*", "0") == name)):
-            found.setdefault(key, str(tuple(shape)))
+        found.setdefault(pattern(name) if pattern(name) in patterns else name, str(tuple(shape)))
     return found
 
 

@@ -16,8 +16,9 @@ from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE
 #: steps in which compute takes longer. Where communication does, the weight at which both are equal is searched for.
 _COMPUTE_BOUND, _LARGEST, _SEARCHES = (0.001, 0.1), 0.999, 4
 
-#: Fraction of the seconds within which a plan that sends less is better: what is hidden still shares memory and cores.
-_AS_FAST = 0.005
+#: Fraction of the seconds within which a plan that sends less is better (what is hidden still shares memory and cores),
+#: and fraction of the bytes within which one that holds less is.
+_AS_FAST, _AS_FEW = 0.005, 0.02
 
 #: Gap of one search at which it ends, and searches for a price of memory.
 _TOLERANCE, _PRICES = 1e-3, 10
@@ -68,8 +69,8 @@ class Choice:
 def choose_placements(model: CostModel, budget: float | None = None, overlaps: bool = True) -> Choice:
     """The choice with the least seconds of a step whose memory is within the budget.
 
-    Of those that are as fast, the one that sends least. If none is found within the budget, the one with the least
-    memory; `Choice.fits` says so.
+    Of those that are as fast, the one that sends least, and of those that send as little, the one that holds least. If
+    none is found within the budget, the one with the least memory; `Choice.fits` says so.
 
     Args:
         model: of the step.
@@ -86,8 +87,11 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
     for search in range(len(_COMPUTE_BOUND) + _SEARCHES):
         hiding = _COMPUTE_BOUND[search] if search < len(_COMPUTE_BOUND) else (low + high) / 2
         # For each weight between 0 and 1, the least (1 - w) compute + w hidden + exposed is a lower bound on the step.
-        choices, least = _within(model, (1.0 - hiding, hiding), budget, overlaps)
-        found += choices
+        weights = 1.0 - hiding, hiding
+        choices, least = _within(model, weights, budget, overlaps)
+        # What a plan may lose in seconds for holding nothing: memory has a small price where it has none.
+        price = _AS_FAST * choices[-1].seconds / max(1.0, choices[-1].memory)
+        found += [*choices, _at_price(model, weights, price, budget, overlaps)[0]]
         bound = max(bound, least)
         best = best_of(found)
         low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].compute else (low, min(high, hiding))
@@ -111,10 +115,12 @@ def choose_restricted(model: CostModel, kept: Mapping[int, Sequence[int]], budge
 def best_of(found: Sequence[Choice]) -> Choice:
     """The one that `choose_placements` prefers."""
     fitting = [choice for choice in found if choice.fits]
-    if fitting:
-        limit = min(choice.seconds for choice in fitting) * (1.0 + _AS_FAST)
-        return min((choice for choice in fitting if choice.seconds <= limit), key=lambda choice: choice.sent)
-    return min(found, key=lambda choice: choice.memory)
+    if not fitting:
+        return min(found, key=lambda choice: choice.memory)
+    limit = min(choice.seconds for choice in fitting) * (1.0 + _AS_FAST)
+    as_fast = [choice for choice in fitting if choice.seconds <= limit]
+    least = min(choice.sent for choice in as_fast) * (1.0 + _AS_FEW)
+    return min((choice for choice in as_fast if choice.sent <= least), key=lambda choice: choice.memory)
 
 
 _Weights = tuple[float, float]
