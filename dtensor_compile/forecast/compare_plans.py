@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dtensor_compile.forecast.step_plan import StepPlan
 from dtensor_compile.report.compare_reports import Change, ReportComparison, parse_limit, seconds_text
 
-_BYTES = {"gib": 2**30, "mib": 2**20, "gb": 1e9, "mb": 1e6}
+BYTES = {"gib": 2**30, "mib": 2**20, "gb": 1e9, "mb": 1e6}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -56,7 +56,7 @@ class PlanLimits:
             LimitError: a limit does not parse, or needs a base that is not given.
         """
         return cls(
-            None if memory is None else parse_limit(memory, _BYTES).of(base.memory.needed if base else None),
+            None if memory is None else parse_limit(memory, BYTES).of(base.memory.needed if base else None),
             None if step is None else parse_limit(step, _SECONDS).of(base.time.step if base else None),
             (memory or "", step or ""),
         )

@@ -21,9 +21,10 @@ from rich.table import Table
 
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.errors import DTensorCompileError
-from dtensor_compile.forecast.plan_command import argument_of
+from dtensor_compile.forecast.compare_plans import BYTES
+from dtensor_compile.forecast.plan_command import add_step_arguments, argument_of, check_loss
 from dtensor_compile.forecast.plan_table import size
-from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings, Training
+from dtensor_compile.forecast.training import StepSettings, Training
 from dtensor_compile.global_plan.alternatives import alternatives
 from dtensor_compile.global_plan.choose_placements import Choice
 from dtensor_compile.global_plan.equal_calls import pattern
@@ -42,7 +43,6 @@ from dtensor_compile.topology.links import CLUSTERS
 
 #: Bytes of a gradient and of optimizer states for each byte of a parameter.
 _STATES = {"adamw": 3.0, "adam": 3.0, "sgd": 1.0, "none": 0.0}
-_BYTES = {"gib": 2**30, "mib": 2**20, "gb": 1e9, "mb": 1e6}
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -52,13 +52,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         "--cluster", "--gpu", default="h100", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a file (h100)"
     )
     p.add_argument("--memory", metavar="80GB", help="memory that a rank may hold (default: no limit)")
-    p.add_argument(
-        "--loss", default="sum", metavar="NAME", help=f"{', '.join(LOSSES)}, or a function of the model's result (sum)"
-    )
-    p.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default adamw")
-    p.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="argument of the function (several times)"
-    )
+    add_step_arguments(p)
     p.add_argument("--value", metavar="NAME", help="other placements of a parameter, an input or a module's result")
     p.add_argument("--code", metavar="FILE", help="write the plan as Python code; - for standard output")
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for standard output, instead of tables")
@@ -72,11 +66,10 @@ def main(argv: Sequence[str], program: str = "dtensor-compile place") -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.loss not in LOSSES and ":" not in args.loss:
-        raise TargetError(f"--loss {args.loss} is none of {', '.join(LOSSES)}, nor script.py:function")
+    check_loss(args.loss)
     if args.mesh is None:
         raise TargetError("--mesh is missing: the sizes of the mesh to place over, such as --mesh dp=8,tp=8")
-    memory = parse_limit(args.memory, _BYTES).of(None) if args.memory else None
+    memory = parse_limit(args.memory, BYTES).of(None) if args.memory else None
     job = Job(parse_mesh_argument(args.mesh))
     with running(job):
         plan = _plan(args.target, job, args, memory)

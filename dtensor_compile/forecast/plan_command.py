@@ -52,16 +52,10 @@ def parser(program: str) -> argparse.ArgumentParser:
         metavar="NAME|FILE",
         help=f"links of the job: {', '.join(CLUSTERS)}, or a file (default: the preset of the GPU's name)",
     )
-    p.add_argument(
-        "--loss", default="sum", metavar="NAME", help=f"{', '.join(LOSSES)}, or a function of the model's result (sum)"
-    )
-    p.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default adamw")
+    add_step_arguments(p)
     p.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="clip gradients to this norm")
     blocks = "equal blocks are compiled once, or each by itself, as by default elsewhere (traced); default once"
     p.add_argument("--blocks", default="once", choices=["once", "traced"], help=blocks)
-    p.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="argument of the function (several times)"
-    )
     p.add_argument(
         "--sweep",
         action="append",
@@ -80,6 +74,26 @@ def parser(program: str) -> argparse.ArgumentParser:
     return p
 
 
+def add_step_arguments(p: argparse.ArgumentParser) -> None:
+    """Adds what says how the target is called, and how its training step is made."""
+    p.add_argument(
+        "--loss", default="sum", metavar="NAME", help=f"{', '.join(LOSSES)}, or a function of the model's result (sum)"
+    )
+    p.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default adamw")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="argument of the function (several times)"
+    )
+
+
+def check_loss(name: str) -> None:
+    """
+    Raises:
+        TargetError: there is no such loss.
+    """
+    if name not in LOSSES and ":" not in name:
+        raise TargetError(f"--loss {name} is none of {', '.join(LOSSES)}, nor script.py:function")
+
+
 def main(argv: Sequence[str], program: str = "dtensor-compile plan") -> int:
     """Runs the command; returns the exit status."""
     return main_of(parser(program), argv, _command, _SCRIPT)
@@ -92,8 +106,7 @@ def _command(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.loss not in LOSSES and ":" not in args.loss:
-        raise TargetError(f"--loss {args.loss} is none of {', '.join(LOSSES)}, nor script.py:function")
+    check_loss(args.loss)
     base = _read(args.compare) if args.compare else None
     limits = PlanLimits.parse(base, args.max_memory, args.max_step)
     this = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.rank)

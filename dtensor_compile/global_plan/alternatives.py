@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.compat.dtensor.operator_strategies import Placements
 from dtensor_compile.errors import PlacementError
 from dtensor_compile.global_plan.choose_placements import choose_restricted
 from dtensor_compile.global_plan.equal_calls import pattern
@@ -52,13 +52,11 @@ def _value(plan: PlacementPlan, name: str) -> tuple[int, Sequence[Placements]]:
     if given is not None:
         variable = variables.of_tensor[given]
         return variable, cast("Sequence[Placements]", variables.model.variables[variable].choices)
-    made = {x: (i, place) for i, call in enumerate(step.calls) for place, x in enumerate(call.outputs)}
-    numbers = step.results.get(name, ())
+    made, numbers = step.makers(), step.results.get(name, ())
     if not numbers or numbers[0] not in made:
         near = [path for path in (*step.parameters, *step.results) if path and pattern(path) == pattern(name)]
         advice = f"; as it, there is {near[0]}" if near else ""
         raise PlacementError(f"{name!r} is no parameter, input or module of the step{advice}")
     call, place = made[numbers[0]]
     variable = variables.of_call[call]
-    strategies = cast("Sequence[Strategy]", variables.model.variables[variable].choices)
-    return variable, [strategy.outputs[place] for strategy in strategies]
+    return variable, [strategy.outputs[place] for strategy in variables.strategies[variable]]

@@ -19,8 +19,9 @@ from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy, asked, strategies_on_one_dim
 from dtensor_compile.compat.dtensor.specs import StridedShard
-from dtensor_compile.compat.dtensor.step_record import StepCall
+from dtensor_compile.compat.dtensor.step_record import StepCall, makes_alias
 from dtensor_compile.global_plan.equal_calls import facts_of_call
+from dtensor_compile.planner.shard_intervals import is_cut
 
 #: Operators that give their input another shape without an alias.
 _RESHAPES = frozenset({"aten::_unsafe_view", "aten::reshape"})
@@ -113,15 +114,12 @@ class Candidates:
 
 def is_view(call: StepCall) -> bool:
     """Whether a call gives the memory of its input other sizes or strides."""
-    schema = call.op._schema
-    return not schema.is_mutable and (
-        schema.name in _RESHAPES or any(result.alias_info is not None for result in schema.returns)
-    )
+    return call.op._schema.name in _RESHAPES or makes_alias(call.op)
 
 
 def sharded_dim(placement: Placement) -> int | None:
     """The tensor dim that a placement shards, in whatever order; None if it shards none."""
-    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+    return placement.dim if is_cut(placement) else None
 
 
 def pieces_of_dims(ndim: int, placements: Placements, mesh_shape: Sequence[int]) -> list[int]:

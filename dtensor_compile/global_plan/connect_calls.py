@@ -5,44 +5,49 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
-from dtensor_compile.compat.dtensor.step_record import BACKWARD, FORWARD
+from dtensor_compile.compat.dtensor.operator_strategies import Placements, results_known
+from dtensor_compile.compat.dtensor.step_record import BACKWARD, FORWARD, RecordedStep
+from dtensor_compile.global_plan.candidates import Candidates
 from dtensor_compile.global_plan.cost_model import Variable
-from dtensor_compile.global_plan.step_variables import StepVariables, TensorSource
+from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
+from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables, TensorSource
+from dtensor_compile.ir.mesh import mesh_layout
+from dtensor_compile.topology.network import network_of
 
 
 class _Use(NamedTuple):
-    """A tensor in one phase: its source, size, and the calls that use it, with the places of their arguments."""
+    """A tensor in one phase: its source, size, and the calls that use it, with the places of their arguments and
+    whether they read it as it comes."""
 
     variable: int
     place: int
     size: int
     forward: bool
     hidden: bool
-    users: tuple[tuple[int, int], ...]
+    users: tuple[tuple[int, int, bool], ...]
 
 
 class _Connections:
     def __init__(self, variables: StepVariables) -> None:
         self.variables, self.model = variables, variables.model
         self.step, self.costs = variables.step, variables.costs
-        self.written = {v: call.written for call, v in zip(self.step.calls, variables.of_call)}
 
     def add(self) -> None:
         """Pairs of variables: calls with what they use, gradients with their parameters."""
-        users: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-        for call, variable in zip(self.step.calls, self.variables.of_call):
+        users: dict[tuple[int, str], list[tuple[int, int, bool]]] = defaultdict(list)
+        stays = self.variables.stays
+        for at, (call, variable) in enumerate(zip(self.step.calls, self.variables.of_call)):
             for place, number in enumerate(call.inputs):
-                users[number, call.phase].append((variable, place))
+                users[number, call.phase].append((variable, place, (at, place) in stays))
         groups: dict[_Use, list[int]] = defaultdict(list)
         for (number, phase), using in users.items():
-            source, tensor = self.variables.sources[number], self.step.tensors[number]
-            size = tensor.numel() * tensor.element_size()
+            source, size = self.variables.sources[number], self.step.tensors[number].nbytes
             hidden = number in self.variables.only_parameters
             groups[_Use(source.variable, source.place, size, phase == FORWARD, hidden, tuple(using))].append(number)
         for use, numbers in groups.items():
@@ -56,26 +61,20 @@ class _Connections:
     def _connect(self, number: int, use: _Use, count: int) -> int | None:
         """Adds the costs of a tensor's uses; returns the variable of the tensor that they share, if there is one."""
         source, using, hidden = self.variables.sources[number], use.users, use.hidden
-        wanted = [self._wanted(variable, place) for variable, place in using]
-        fixed = [place in self.written[variable] for variable, place in using]
+        wanted = [self._wanted(variable, place) for variable, place, _ in using]
         if len(using) > 1:
             shared = self._shared(source, wanted, use, count)
             if shared is not None:
                 variable, first, second = shared
-                for (user, _), want, stays in zip(using, wanted, fixed):
-                    costs = self._unmoved(first, want) if stays else self._from_either(first, second, want, use.size)
-                    self._pair(variable, user, costs, count, hidden)
+                for (user, _, stays), want in zip(using, wanted):
+                    shares = self._from_either(first, second, want, use.size)
+                    self._pair(variable, user, self.costs.unmoved(first, want) if stays else shares, count, hidden)
                 return variable
-        for (user, _), want, stays in zip(using, wanted, fixed):
+        for (user, _, stays), want in zip(using, wanted):
             have = source.placements
-            costs = self._unmoved(have, want) if stays else self.costs.between(have, want, use.size)
+            costs = self.costs.unmoved(have, want) if stays else self.costs.between(have, want, use.size)
             self._pair(source.variable, user, costs, count, hidden)
         return None
-
-    def _unmoved(self, have: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Costs of a tensor that a call writes to: it cannot be redistributed before."""
-        same = have[:, None] == want[None, :]
-        return np.where(same, 0.0, math.inf), np.zeros(same.shape)
 
     def _wanted(self, variable: int, place: int) -> np.ndarray:
         """Numbers of the placements in which the strategies of a call want an argument."""
@@ -115,7 +114,7 @@ class _Connections:
         )
 
     def _first_use(self, use: _Use) -> float:
-        return min(self.model.variables[user].at for user, _ in use.users) - 0.25
+        return min(self.model.variables[user].at for user, *_ in use.users) - 0.25
 
     def _from_either(
         self, first: np.ndarray, second: np.ndarray, want: np.ndarray, size: int
@@ -142,21 +141,20 @@ class _Connections:
             example[key] = name
         for key, count in counts.items():
             number = self.step.gradients[example[key]]
-            tensor, parameter = self.step.tensors[number], self.variables.sources[self.step.parameters[example[key]]]
-            size = tensor.numel() * tensor.element_size()
-            costs = self.costs.between(self.variables.sources[number].placements, parameter.placements, size)
+            parameter = self.variables.sources[self.step.parameters[example[key]]].placements
+            gradient, size = self.variables.sources[number].placements, self.step.tensors[number].nbytes
+            costs = self.costs.between(gradient, parameter, size)
             self._pair(key[0], key[2], costs, count, True)
 
     def _add_results(self) -> None:
         """What the model returns: not partial, so that the program can use it as it is."""
         for number in dict.fromkeys(self.step.results.get("", ())):
-            source, tensor = self.variables.sources[number], self.step.tensors[number]
+            source, size = self.variables.sources[number], self.step.tensors[number].nbytes
             made = [self.costs.placements[code] for code in np.unique(source.placements)]
             choices = [placements for placements in made if not _partial(placements)]
             replicated: Placements = (Replicate(),) * len(self.costs.mesh_shape)
             choices = list(dict.fromkeys([*choices, replicated]))
             variable = self.model.add(Variable("result", "", "", FORWARD, choices, 1, len(self.variables.of_call)))
-            size = tensor.numel() * tensor.element_size()
             costs = self.costs.between(source.placements, self.costs.codes(choices), size)
             self._pair(source.variable, variable, costs, 1, False)
 
@@ -175,18 +173,23 @@ def _is_near(before: Placements, after: Placements) -> bool:
     return len(changed) == 1 or all(q.is_replicate() or p.is_partial() for p, q in changed)
 
 
-def connect_calls(variables: StepVariables) -> None:
-    """Adds the costs of pairs of variables to their model."""
-    _Connections(variables).add()
+def connected_variables(step: RecordedStep, mesh: DeviceMesh, settings: CostSettings) -> StepVariables:
+    """The variables of a recorded step with the costs of all pairs, for the topology for which this thread plans.
+
+    Args:
+        mesh: to plan for; its dims have names if there are several.
+    """
+    costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
+    with results_known():
+        variables = StepVariables(step, Candidates(mesh), costs, settings)
+        _Connections(variables).add()
+    return variables
 
 
 def taken_from(variables: StepVariables, choice: Sequence[int], call: int) -> tuple[Placements | None, ...]:
     """For each tensor of a call, placements in which several calls have it, and from which this call takes it; None for
     those that it redistributes by itself, or not at all."""
-    made, costs = variables.step.calls[call], variables.costs
-    strategy = cast(
-        "Strategy", variables.model.variables[variables.of_call[call]].choices[choice[variables.of_call[call]]]
-    )
+    made, costs, strategy = variables.step.calls[call], variables.costs, variables.strategy(choice, call)
     found: list[Placements | None] = []
     for number, want in zip(made.inputs, strategy.inputs):
         shared = variables.shared.get((number, made.phase))
@@ -194,8 +197,7 @@ def taken_from(variables: StepVariables, choice: Sequence[int], call: int) -> tu
             found.append(None)
             continue
         first, second = variables.model.variables[shared].choices[choice[shared]]  # type: ignore[misc]
-        tensor, target = variables.step.tensors[number], costs.codes([want])
-        size = tensor.numel() * tensor.element_size()
+        size, target = variables.step.tensors[number].nbytes, costs.codes([want])
         seconds, _ = costs.between(costs.codes([first]), target, size)  # type: ignore[list-item]
         other = costs.between(costs.codes([second]), target, size)  # type: ignore[list-item]
         found.append(second if bool(is_better(seconds, *other)[0, 0]) else None)  # type: ignore[arg-type]

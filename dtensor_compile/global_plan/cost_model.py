@@ -30,6 +30,7 @@ import torch
 
 from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
+from dtensor_compile.planner.shard_intervals import is_cut
 
 #: Numbers of the parts of a cost.
 COMPUTE, EXPOSED, HIDDEN, MEMORY = range(4)
@@ -172,5 +173,4 @@ def _finite(costs: np.ndarray) -> np.ndarray:
 
 def local_bytes(tensor: torch.Tensor, placements: Placements, mesh_shape: Sequence[int]) -> float:
     """Bytes of the local tensor of a rank under placements that shard evenly."""
-    pieces = math.prod(n for p, n in zip(placements, mesh_shape) if p.is_shard() or hasattr(p, "split_factor"))
-    return tensor.numel() * tensor.element_size() / pieces
+    return tensor.nbytes / math.prod(n for placement, n in zip(placements, mesh_shape) if is_cut(placement))

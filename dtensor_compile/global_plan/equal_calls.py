@@ -10,10 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from typing import Any
 
-import torch
-
+from dtensor_compile.compat.dtensor.factors import facts
 from dtensor_compile.compat.dtensor.step_record import RecordedStep, StepCall
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
@@ -22,17 +20,6 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 def pattern(path: str) -> str:
     """A path with ``*`` in place of indices: ``blocks.3.attention`` -> ``blocks.*.attention``."""
     return _INDEX.sub(".*", path)
-
-
-def facts(value: Any) -> Hashable:
-    """Everything of an argument that the rule of an operator can depend on."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(facts, value))
-    if isinstance(value, Mapping):
-        return tuple((key, facts(item)) for key, item in value.items())
-    return type(value), str(value)
 
 
 def facts_of_call(call: StepCall) -> Hashable:

@@ -14,25 +14,21 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dtensor_compile.capture.sharding_rules import rules_anywhere
 from dtensor_compile.compat import pytree
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy, results_known
+from dtensor_compile.compat.dtensor.module_state import replace_tensors
+from dtensor_compile.compat.dtensor.operator_strategies import Placements
 from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
 from dtensor_compile.compat.dtensor.step_record import RecordedStep, record_step
 from dtensor_compile.errors import MeshError, PlacementError
-from dtensor_compile.global_plan.candidates import Candidates, pieces_of_dims
+from dtensor_compile.global_plan.candidates import pieces_of_dims
 from dtensor_compile.global_plan.choose_placements import Choice, best_of, choose_placements
-from dtensor_compile.global_plan.connect_calls import connect_calls
+from dtensor_compile.global_plan.connect_calls import connected_variables
 from dtensor_compile.global_plan.equal_calls import pattern
 from dtensor_compile.global_plan.known_plans import Alternative, known_plans
-from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
 from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
-from dtensor_compile.ir.mesh import mesh_layout
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.topology.files import topology as read_topology
-from dtensor_compile.topology.links import CLUSTERS, Cluster
-from dtensor_compile.topology.network import network_of, plans_for
-
-#: The cluster that is assumed for a type of device if none is named.
-_ASSUMED = {"cuda": "h100", "cpu": "cpu-loopback"}
+from dtensor_compile.topology.links import Cluster, assumed_cluster
+from dtensor_compile.topology.network import plans_for
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class PlacementPlan:
 
     Attributes:
         mesh: of the placements.
-        parameters: placements of each parameter, by name.
+        parameters, buffers: placements of each, by name.
         inputs: placements of each tensor among the arguments, in the order of their leaves.
         choice: estimates of time, memory and bytes, and the bound.
         budget: bytes that a rank may hold; None for no limit.
@@ -53,6 +49,7 @@ class PlacementPlan:
 
     mesh: DeviceMesh
     parameters: Mapping[str, Placements]
+    buffers: Mapping[str, Placements]
     inputs: Sequence[Placements]
     choice: Choice
     budget: float | None
@@ -64,47 +61,37 @@ class PlacementPlan:
     @property
     def results(self) -> dict[str, Placements]:
         """Placements in which the first result of each module is made, by pattern of paths (``blocks.*.mlp``)."""
-        made = {x: (i, place) for i, call in enumerate(self.step.calls) for place, x in enumerate(call.outputs)}
+        made = self.step.makers()
         found: dict[str, Placements] = {}
         for path, numbers in self.step.results.items():
             if numbers and numbers[0] in made:
                 call, place = made[numbers[0]]
-                found.setdefault(pattern(path), self.strategy(call).outputs[place])
+                strategy = self.variables.strategy(self.choice.choice, call)
+                found.setdefault(pattern(path), strategy.outputs[place])
         return found
 
-    def strategy(self, call: int) -> Strategy:
-        """The strategy that was chosen for a call of the step."""
-        variable = self.variables.of_call[call]
-        chosen = self.variables.model.variables[variable].choices[self.choice.choice[variable]]
-        assert isinstance(chosen, Strategy)
-        return chosen
-
     def apply(self, model: nn.Module) -> nn.Module:
-        """Makes the parameters of `model` DTensors with these placements, in place; returns the model.
+        """Makes the parameters and buffers of `model` DTensors with these placements, in place; returns the model.
 
-        Every rank must hold the same full parameters. Nothing is sent.
+        Every rank must hold the same full ones. Nothing is sent. Tied parameters stay tied.
 
         Raises:
-            PlacementError: the model has no parameter of a name that the plan has, or one of other sizes.
+            PlacementError: the model has no parameter or buffer of a name that the plan has, or one of other sizes.
         """
-        made: dict[int, nn.Parameter] = {}
-        for name, placements in self.parameters.items():
-            owner_path, _, leaf = name.rpartition(".")
-            try:
-                parameter = model.get_parameter(name)
-            except AttributeError as error:
-                raise PlacementError(f"the plan has placements for {name}, which the model has not") from error
-            planned = self.step.tensors[self.step.parameters[name]].shape
-            if parameter.shape != planned:
-                raise PlacementError(
-                    f"{name} has sizes {tuple(parameter.shape)}, and was planned with {tuple(planned)}"
-                )
-            if isinstance(parameter, DTensor):
-                continue
-            if id(parameter) not in made:
-                placed = distribute_tensor(parameter.data, self.mesh, placements, src_data_rank=None)
-                made[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            setattr(model.get_submodule(owner_path), leaf, made[id(parameter)])
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        made: dict[int, torch.Tensor] = {}
+        for name, placements in {**self.parameters, **self.buffers}.items():
+            tensor = state.get(name)
+            if tensor is None:
+                raise PlacementError(f"the plan has placements for {name}, which the model has not")
+            planned = self.step.tensors[{**self.step.parameters, **self.step.buffers}[name]].shape
+            if tensor.shape != planned:
+                raise PlacementError(f"{name} has sizes {tuple(tensor.shape)}, and was planned with {tuple(planned)}")
+            if not isinstance(tensor, DTensor):
+                placed = distribute_tensor(tensor.detach(), self.mesh, placements, src_data_rank=None)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(placed, tensor.requires_grad) if is_parameter else placed
+        replace_tensors(model, made)
         return model
 
     def distribute_inputs(self, args: Any) -> Any:
@@ -195,6 +182,7 @@ def plan_step(
     return PlacementPlan(
         mesh,
         {name: chosen(number) for name, number in step.parameters.items()},
+        {name: chosen(number) for name, number in step.buffers.items()},
         [chosen(number) for number in step.inputs],
         choice,
         memory,
@@ -215,12 +203,9 @@ def build_variables(
 ) -> tuple[StepVariables, frozenset[str]]:
     """The variables of a recorded step with all costs, and the operators for which DTensor has no rule."""
     without_rule: set[str] = set()
-    with rules_anywhere(), plans_for(cluster), fallback_reports(without_rule.add), results_known():
-        candidates = Candidates(mesh)
-        costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
-        variables = StepVariables(step, candidates, costs, CostSettings(cluster.device, states, fixed or {}))
-        connect_calls(variables)
-    return variables, frozenset(without_rule | candidates.without_rule)
+    with rules_anywhere(), plans_for(cluster), fallback_reports(without_rule.add):
+        variables = connected_variables(step, mesh, CostSettings(cluster.device, states, fixed or {}))
+    return variables, frozenset(without_rule | variables.candidates.without_rule)
 
 
 def sum_of_results(result: Any) -> torch.Tensor:
@@ -240,7 +225,7 @@ def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _cluster(topology: str | os.PathLike[str] | Cluster | None, mesh: DeviceMesh) -> Cluster:
     if isinstance(topology, Cluster):
         return topology
-    return CLUSTERS[_ASSUMED.get(mesh.device_type, "h100")] if topology is None else read_topology(topology)
+    return assumed_cluster(mesh.device_type) if topology is None else read_topology(topology)
 
 
 def _fixed(

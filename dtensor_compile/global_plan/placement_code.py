@@ -15,30 +15,35 @@ import re
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 #: Mesh dims: {names}.
-PARAMETERS = {{
+STATE = {{
 {rows}
 }}
 INPUTS = ({inputs})
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    \"\"\"Makes the parameters DTensors; every rank holds the same full ones before.\"\"\"
-    for name, parameter in list(model.named_parameters()):
-        placements = PARAMETERS[name if name in PARAMETERS else re.sub(r"\\.\\d+(?=\\.|$)", ".*", name)]
-        owner, _, leaf = name.rpartition(".")
-        placed = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(placed, parameter.requires_grad))
+    \"\"\"Makes parameters and buffers DTensors; every rank holds the same full ones before.\"\"\"
+    made = {{}}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        placements = STATE[name if name in STATE else re.sub(r"\\.\\d+(?=\\.|$)", ".*", name)]
+        placed = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=None)
+        made[tensor] = nn.Parameter(placed, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placed
+    for module in model.modules():  # tied parameters stay tied
+        for held in (module._parameters, module._buffers):
+            held.update({{name: made[tensor] for name, tensor in held.items() if tensor is not None}})
     return model
 """
 
 
 def placement_code(plan: PlacementPlan) -> str:
-    """Python code with the placements of a plan, and a function that distributes a model's parameters by them."""
+    """Python code with the placements of a plan, and a function that distributes a model's state by them."""
     names = ", ".join(plan.mesh.mesh_dim_names or ())
-    rows = "\n".join(f'    "{name}": {_code(p)},' for name, p in by_pattern(plan.parameters).items())
+    rows = "\n".join(
+        f'    "{name}": {_code(p)},' for name, p in by_pattern({**plan.parameters, **plan.buffers}).items()
+    )
     inputs = "".join(f"{_code(p)}, " for p in plan.inputs).rstrip(" ")
     return _HEAD.format(names=names, rows=rows, inputs=inputs)
 

@@ -83,6 +83,11 @@ class RedistributionCosts:
         spread = found[np.ix_(rows, columns)]
         return spread[..., 0], spread[..., 1]
 
+    def unmoved(self, have: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `between`, of a tensor that cannot be redistributed."""
+        same = have[:, None] == want[None, :]
+        return np.where(same, 0.0, math.inf), np.zeros(same.shape)
+
     def _of_plan(self, source: int, target: int, size: int) -> RedistributionCost:
         pairs = zip(self.placements[source], self.placements[target])
         if any(after.is_partial() and before != after and not before.is_replicate() for before, after in pairs):

@@ -56,6 +56,7 @@ class StepVariables:
         sources: of each tensor, by its number.
         strategies: of calls, by variable.
         shared: by number of a tensor and phase, the variable of what its calls share.
+        stays: tensors that calls must read as they come (`RecordedStep.stays`).
         only_parameters: numbers of tensors that are computed from parameters alone.
     """
 
@@ -70,6 +71,7 @@ class StepVariables:
         self.sources: dict[int, TensorSource] = {}
         self.strategies: dict[int, Sequence[Strategy]] = {}
         self.only_parameters: set[int] = set()
+        self.stays = step.stays()
         self._add_given()
         self._add_calls()
 
@@ -79,7 +81,7 @@ class StepVariables:
         inputs = {str(i): number for i, number in enumerate(step.inputs)}
         for kind, names in (("parameter", step.parameters), ("buffer", step.buffers), ("input", inputs)):
             classes = classes_of_tensors(step, names)
-            counts = Counter(classes.values())
+            counts = Counter(key for name, key in classes.items() if name not in self.settings.fixed)
             known: dict[str, int] = {}
             for name, number in names.items():
                 fixed = self.settings.fixed.get(name)
@@ -109,7 +111,7 @@ class StepVariables:
         classes = classes_of_calls(self.step)
         counts = Counter(classes)
         variables: dict[int, int] = {}
-        saved = self._saved()
+        saved, in_place = self._saved(), {call for call, _ in self.stays}
         for call, number in zip(self.step.calls, classes):
             given = tuple(self._placements(x) for x in call.inputs)
             if number not in variables:
@@ -129,12 +131,16 @@ class StepVariables:
             for place, output in enumerate(call.outputs):
                 made_in = [strategy.outputs[place] for strategy in self.strategies[variable]]
                 if (pinned := self.step.pinned.get(output)) is not None:
-                    self._pin(variable, output, made_in, pinned)
+                    self._pin(variable, output, made_in, pinned, len(self.of_call) - 1 in in_place)
                     made_in = [pinned] * len(made_in)
                 self.sources[output] = TensorSource(variable, place, self.costs.codes(made_in))
                 if output in saved:
                     held = [local_bytes(self.step.tensors[output], p, self.costs.mesh_shape) for p in made_in]
                     self.model.memory[variable] += np.array(held)
+
+    def strategy(self, choice: Sequence[int], call: int) -> Strategy:
+        """The strategy of a call in a choice for each variable."""
+        return self.strategies[self.of_call[call]][choice[self.of_call[call]]]
 
     def _choices(self, number: int, call: StepCall, given: Sequence[tuple[Placements, ...]]) -> tuple[Strategy, ...]:
         """The strategies of a call: the one that it keeps, or all that it can have, that of its recording included."""
@@ -144,12 +150,18 @@ class StepVariables:
         found = self.candidates.of_call(call, given)
         return found if taken is None or taken in found else (*found, taken)
 
-    def _pin(self, variable: int, number: int, made_in: Sequence[Placements], pinned: Placements) -> None:
-        """Adds the redistribution of a result to the placements in which it is read outside of the calls."""
-        tensor = self.step.tensors[number]
-        size = tensor.numel() * tensor.element_size()
-        seconds, sent = self.costs.between(self.costs.codes(made_in), self.costs.codes([pinned]), size)
-        both = [np.where(np.eye(len(made_in), dtype=bool), costs, 0.0) for costs in (seconds, sent)]
+    def _pin(
+        self, variable: int, number: int, made_in: Sequence[Placements], pinned: Placements, in_place: bool
+    ) -> None:
+        """Adds the redistribution of a result to the placements in which it is read outside of the calls.
+
+        Args:
+            in_place: whether the result has memory that is written to, so that a redistributed one would be another.
+        """
+        have, want = self.costs.codes(made_in), self.costs.codes([pinned])
+        size = self.step.tensors[number].nbytes
+        costs = self.costs.unmoved(have, want) if in_place else self.costs.between(have, want, size)
+        both = [np.where(np.eye(len(made_in), dtype=bool), part, 0.0) for part in costs]
         self.model.add_pair(variable, variable, both[0], both[1], False)
 
     def _placements(self, number: int) -> tuple[Placements, ...]:

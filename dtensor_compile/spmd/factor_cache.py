@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.capture.sharding_rules import rules_anywhere
-from dtensor_compile.compat.dtensor.factors import Factor, operator_factors
+from dtensor_compile.compat.dtensor.factors import Factor, facts, operator_factors
 from dtensor_compile.compat.dtensor.record import Operator
 from dtensor_compile.spmd.constraint import agree
 from dtensor_compile.spmd.recurrent import batch_factor, recurrent_op
@@ -36,21 +35,10 @@ class FactorCache:
             return [Factor((dim,) * n, (dim,) * n, False) for dim in range(operator.args[0].ndim)]
         if operator.op is recurrent_op:
             return batch_factor(operator.args)
-        key = (operator.op, size, _facts(operator.args), _facts(operator.kwargs))
+        key = (operator.op, size, facts(operator.args), facts(operator.kwargs))
         if key not in self._found:
             with rules_anywhere():
                 self._found[key] = operator_factors(
                     operator.op, operator.args, operator.kwargs, operator.results, self._meshes[size]
                 )
         return self._found[key]
-
-
-def _facts(value: Any) -> Any:
-    """Hashable summary of a value: everything that the rule of an operator can depend on."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_facts, value))
-    if isinstance(value, dict):
-        return tuple((key, _facts(item)) for key, item in value.items())
-    return type(value), str(value)

@@ -20,8 +20,9 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.dtensor.module_state import replace_tensors
 from dtensor_compile.compat.dtensor.record import record_module
-from dtensor_compile.compat.dynamo.recurrent_functions import replaced, take_new_weights
+from dtensor_compile.compat.dynamo.recurrent_functions import replaced
 from dtensor_compile.errors import MeshError
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.spmd.annotate import mark_of, note
@@ -113,12 +114,7 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
         rows.append(
             Placed(name, spec_text(placements), "marked" if marked else "follows" if any(axes) else "replicated")
         )
-    for owner in module.modules():
-        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-        for held in tables:
-            held.update({name: made[id(tensor)] for name, tensor in held.items() if id(tensor) in made})
-        if isinstance(owner, nn.RNNBase):
-            take_new_weights(owner)
+    replace_tensors(module, made)
     return ShardedModule(tuple(rows))
 
 

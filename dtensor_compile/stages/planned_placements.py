@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.capture.checks import shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot.block_graphs import programs_changed
-from dtensor_compile.compat.dtensor.operator_strategies import results_known
 from dtensor_compile.compat.dtensor.program_calls import (
     PlacementsLost,
     PlannedCalls,
@@ -19,27 +18,20 @@ from dtensor_compile.compat.dtensor.program_calls import (
     calls_planned,
     record_program,
 )
-from dtensor_compile.compat.dtensor.step_record import RecordedStep, Strategy
+from dtensor_compile.compat.dtensor.step_record import RecordedStep
 from dtensor_compile.compat.dynamo.tracing import restarts_analysis
 from dtensor_compile.decisions import Decision
-from dtensor_compile.global_plan.candidates import Candidates
 from dtensor_compile.global_plan.choose_placements import Choice, choose_placements, choose_restricted
-from dtensor_compile.global_plan.connect_calls import connect_calls, taken_from
-from dtensor_compile.global_plan.redistribution_costs import RedistributionCosts
+from dtensor_compile.global_plan.connect_calls import connected_variables, taken_from
 from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
 from dtensor_compile.graph.node_costs import module_path
-from dtensor_compile.ir.mesh import mesh_layout
 from dtensor_compile.stages.compilation import Compilation
-from dtensor_compile.topology.links import CLUSTERS
-from dtensor_compile.topology.network import network_of
+from dtensor_compile.topology.links import assumed_cluster
 
 T = TypeVar("T")
 
 #: Kind of the decisions.
 GLOBAL_PLAN = "global_plan"
-
-#: Clusters by type of device whose rates are assumed where no topology is named.
-_ASSUMED = {"cuda": "h100", "cpu": "cpu-loopback"}
 
 
 def until_placed(compile: Callable[[], T], this: Compilation) -> T:
@@ -97,12 +89,9 @@ def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls |
 
 
 def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedCalls | None:
-    cluster = this.options.topology or CLUSTERS[_ASSUMED.get(mesh.device_type, "h100")]
+    cluster = this.options.topology or assumed_cluster(mesh.device_type)
     fixed = {str(i): step.placements[number] for i, number in enumerate(step.inputs)}
-    costs = RedistributionCosts(tuple(mesh.shape), network_of(mesh_layout(mesh)))
-    with results_known():
-        variables = StepVariables(step, Candidates(mesh), costs, CostSettings(cluster.device, 0.0, fixed))
-        connect_calls(variables)
+    variables = connected_variables(step, mesh, CostSettings(cluster.device, 0.0, fixed))
     choice = choose_placements(variables.model, overlaps=this.options.schedule)
     greedy = _greedy(step, variables)
     if not choice.possible or greedy.seconds <= choice.seconds:
@@ -116,13 +105,8 @@ def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedC
     )
     this.log.decided([Decision(GLOBAL_PLAN, "", reason)])
     calls = range(len(step.calls))
-    strategies = [_strategy(variables, choice, call) for call in calls]
+    strategies = [variables.strategy(choice.choice, call) for call in calls]
     return PlannedCalls(step, strategies, [taken_from(variables, choice.choice, call) for call in calls])
-
-
-def _strategy(variables: StepVariables, choice: Choice, call: int) -> Strategy:
-    variable = variables.of_call[call]
-    return cast("Strategy", variables.model.variables[variable].choices[choice.choice[variable]])
 
 
 def _greedy(step: RecordedStep, variables: StepVariables) -> Choice:
@@ -130,5 +114,5 @@ def _greedy(step: RecordedStep, variables: StepVariables) -> Choice:
     kept: dict[int, Sequence[int]] = {}
     for call, variable in enumerate(variables.of_call):
         if variable not in kept:
-            kept[variable] = [list(variables.model.variables[variable].choices).index(step.taken[call])]
+            kept[variable] = [list(variables.strategies[variable]).index(step.taken[call])]
     return choose_restricted(variables.model, kept)

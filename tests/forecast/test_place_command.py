@@ -37,7 +37,7 @@ def test_tables_and_code(capsys, tmp_path):
     assert "placements of 1.down" in out
     scope: dict = {}
     exec(compile(file.read_text(), str(file), "exec"), scope)
-    assert set(scope["PARAMETERS"]) == {"0.weight", "1.up.weight", "1.down.weight"}
+    assert set(scope["STATE"]) == {"0.weight", "1.up.weight", "1.down.weight"}
     assert len(scope["INPUTS"]) == 1
 
 

@@ -14,6 +14,7 @@ from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.global_plan.equal_calls import classes_of_calls
 from dtensor_compile.global_plan.place import place, sum_of_results
+from dtensor_compile.global_plan.placement_code import placement_code
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.offline import job
 
@@ -155,6 +156,35 @@ def test_the_plan_is_applied(meshes):
     assert model(x).shape == (1, 8, 64)
     with pytest.raises(PlacementError, match="sizes"):
         plan.apply(Mlp(64, 64))
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, a buffer, and a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(16, 8), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embedding(tokens) * self.scale)[0])
+
+
+@pytest.mark.parametrize("by_code", [False, True])
+def test_tied_parameters_stay_tied_and_buffers_are_distributed(meshes, by_code):
+    model = Tied()
+    plan = place(model, meshes["tp"], torch.zeros(8, 4, dtype=torch.long), topology="h100")
+    if by_code:
+        scope: dict = {}
+        exec(placement_code(plan), scope)
+        scope["distribute"](model, meshes["tp"])
+    else:
+        plan.apply(model)
+        assert model.layer._flat_weights[0] is model.layer.weight_ih_l0
+    assert model.head.weight is model.embedding.weight
+    assert all(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers()))
 
 
 class Odd(nn.Module):

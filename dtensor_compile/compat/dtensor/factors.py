@@ -12,7 +12,7 @@ dim is a factor; if not, it is none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,17 @@ class Factor:
 def tensor_leaves(value: Any) -> list[torch.Tensor]:
     """The tensors in nested arguments or results, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def facts(value: Any) -> Hashable:
+    """Everything of an argument of an operator that its rule can depend on."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(facts, value))
+    if isinstance(value, Mapping):
+        return tuple((key, facts(item)) for key, item in value.items())
+    return type(value), str(value)
 
 
 def operator_factors(
@@ -114,4 +125,4 @@ def _dim(spec: DTensorSpec) -> int | None:
     return placement.dim % spec.ndim if type(placement) is Shard else None
 
 
-__all__ = ["Factor", "operator_factors", "tensor_leaves"]
+__all__ = ["Factor", "facts", "operator_factors", "tensor_leaves"]

@@ -33,6 +33,7 @@ from dtensor_compile.compat.dtensor.step_record import (
     RecordedStep,
     StepCall,
     Strategy,
+    makes_alias,
 )
 from dtensor_compile.errors import DTensorCompileError
 
@@ -88,6 +89,7 @@ class _Recorder(_Calls):
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         self.known[key] = len(self.step.tensors)
         self.step.tensors.append(made)
+        self.step.memory.append(key[0])
         self.step.placements[self.known[key]] = tuple(tensor.placements)
         self._held.append(tensor._local_tensor)
         return self.known[key]
@@ -230,11 +232,12 @@ def _tangent(result: torch.Tensor) -> torch.Tensor:
 @dataclass
 class _Planned:
     """What is planned for a call: its strategy, placements in which other calls have its tensors too and from which it
-    takes them, and the placements of results that are pinned."""
+    takes them, whether it reads tensors as they come, and the placements of results that are pinned."""
 
     call: StepCall
     strategy: Strategy
     shared: tuple[Placements | None, ...]
+    stays: bool
     pinned: Mapping[int, Placements] = field(default_factory=dict)
 
 
@@ -246,9 +249,10 @@ class PlannedCalls(_Calls):
     ) -> None:
         super().__init__()
         self._planned: dict[str, list[_Planned]] = {FORWARD: [], BACKWARD: []}
-        for call, strategy, taken_from in zip(step.calls, strategies, shared):
+        stays = {call for call, _ in step.stays()}
+        for number, (call, strategy, taken_from) in enumerate(zip(step.calls, strategies, shared)):
             pinned = {i: step.pinned[x] for i, x in enumerate(call.outputs) if x in step.pinned}
-            self._planned[call.phase].append(_Planned(call, strategy, taken_from, pinned))
+            self._planned[call.phase].append(_Planned(call, strategy, taken_from, number in stays, pinned))
         self._at = {FORWARD: 0, BACKWARD: 0}
 
     def begin(self) -> None:
@@ -261,7 +265,7 @@ class PlannedCalls(_Calls):
             return func(*args, **kwargs)
         ways = iter(zip(planned.shared, planned.strategy.inputs))
         args, kwargs = tree_map(lambda x: _taken(x, *next(ways)) if isinstance(x, DTensor) else x, (args, kwargs))
-        if any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable:
+        if makes_alias(func) and not planned.stays:
             args = tree_map(_in_global_order, args)
         result = func(*args, **kwargs)
         made = tuple(tuple(x.placements) for x in _dtensors(result))
@@ -277,11 +281,12 @@ class PlannedCalls(_Calls):
         if not _makes_dtensors(func):
             return None
         place = self._at[phase]
-        planned = self._planned[phase][place] if place < len(self._planned[phase]) else None
+        if place == len(self._planned[phase]):
+            return None  # AOTAutograd copies results that share memory, after the program
+        planned = self._planned[phase][place]
         shapes = [tuple(x.shape) for x in _dtensors((args, kwargs))]
-        if planned is None or planned.call.op is not func or shapes != _shapes(planned.call):
-            expected = "the end" if planned is None else str(planned.call.op)
-            raise PlacementsLost(f"{func} came in the {phase} pass, where {expected} was expected")
+        if planned.call.op is not func or shapes != _shapes(planned.call):
+            raise PlacementsLost(f"{func} came in the {phase} pass, where {planned.call.op} was expected")
         self._at[phase] += 1
         return planned
 

@@ -87,6 +87,7 @@ class RecordedStep:
     Attributes:
         calls: the calls.
         tensors: the fake of each numbered tensor.
+        memory: identifies the memory of each; views of one tensor have the same.
         parameters, buffers: number by name.
         inputs: numbers of the tensors among the arguments.
         gradients: number of the gradient of each parameter that has one, by name.
@@ -100,6 +101,7 @@ class RecordedStep:
 
     calls: list[StepCall] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
@@ -110,6 +112,27 @@ class RecordedStep:
     kept: dict[int, Strategy] = field(default_factory=dict)
     placements: dict[int, Placements] = field(default_factory=dict)
     taken: dict[int, Strategy] = field(default_factory=dict)
+
+    def makers(self) -> dict[int, tuple[int, int]]:
+        """For each tensor that a call makes, the number of the call and the place among its results."""
+        return {x: (number, place) for number, call in enumerate(self.calls) for place, x in enumerate(call.outputs)}
+
+    def stays(self) -> frozenset[tuple[int, int]]:
+        """Tensors that calls must read as they come, as pairs of a call and a place among its tensors: those that it
+        writes to, and those of which it makes a view if their memory is written to; a redistributed tensor is a copy.
+        """
+        written = {self.memory[call.inputs[place]] for call in self.calls for place in call.written}
+        return frozenset(
+            (number, place)
+            for number, call in enumerate(self.calls)
+            for place, tensor in enumerate(call.inputs)
+            if place in call.written or makes_alias(call.op) and self.memory[tensor] in written
+        )
+
+
+def makes_alias(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns a view of its input and writes to nothing."""
+    return not op._schema.is_mutable and any(result.alias_info is not None for result in op._schema.returns)
 
 
 class _Recorder(TorchDispatchMode):
@@ -128,6 +151,7 @@ class _Recorder(TorchDispatchMode):
     def _new(self, key: Any, tensor: torch.Tensor) -> int:
         self._numbers[key] = len(self.step.tensors)
         self.step.tensors.append(tensor)
+        self.step.memory.append(tensor.untyped_storage()._cdata)
         return self._numbers[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         if func._schema.name in TRANSPARENT or not results:
             return out
         inputs = tuple(self.number(tensor) for tensor in tensor_leaves((args, kwargs)))
-        is_view = any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable
+        is_view = makes_alias(func)
         made = tuple(map(_key, results))
         if is_view and self._views.get((func, inputs, made)) == tuple(self._numbers.get(key) for key in made):
             return out
@@ -220,4 +244,14 @@ def record_step(
     return step
 
 
-__all__ = ["BACKWARD", "FORWARD", "TRANSPARENT", "Placements", "RecordedStep", "StepCall", "Strategy", "record_step"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "TRANSPARENT",
+    "Placements",
+    "RecordedStep",
+    "StepCall",
+    "Strategy",
+    "makes_alias",
+    "record_step",
+]
