@@ -16,6 +16,7 @@ from dtensor_compile.compat.dtensor.program_calls import (
     PlannedCalls,
     ProgramError,
     calls_planned,
+    has_symbols,
     record_program,
 )
 from dtensor_compile.compat.dtensor.step_record import RecordedStep
@@ -69,6 +70,8 @@ def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls |
         meshes = tensor_meshes(program)
         if len(meshes) != 1:
             raise ProgramError(f"the program has tensors over {len(meshes)} meshes")
+        if has_symbols(this.inputs):
+            raise ProgramError("sizes are symbolic")
         if not shards_are_even(program):
             raise ProgramError("shards are uneven")
         (mesh,) = meshes

@@ -290,6 +290,34 @@ def test_a_program_without_dtensors_keeps_what_it_has():
     assert decision.left_alone and decision.reason.startswith("placements are DTensor's own")
 
 
+@pytest.mark.parametrize("rows, reason", [((8, 16), "sizes are symbolic"), ((7,), "shards are uneven")])
+def test_programs_that_are_not_placed_say_why(rows, reason):
+    programs_that_are_not_placed(rows, reason)
+
+
+@on_ranks(2)
+def programs_that_are_not_placed(rows, reason):
+    """Rows of each call; backward twice each."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    plain = nn.Sequential(Net(), Net()).double()
+    model = distributed(copy.deepcopy(plain), mesh, columns_and_rows)
+    of_input = Shard(0) if len(rows) == 1 else Replicate()
+    with dtensor_compile.record() as recording:
+        run = torch.compile(model, backend="dtensor_aten", options={"plan": "global"})
+        for n in rows:
+            x = torch.randn(n, 16, dtype=torch.float64)
+            model.zero_grad()
+            plain.zero_grad()
+            out, want = run(distribute_tensor(x, mesh, [of_input])), plain(x)
+            for result in (out, out, want, want):
+                (result**2).sum().backward(retain_graph=True)
+            torch.testing.assert_close(out.full_tensor(), want)
+            for p, q in zip(model.parameters(), plain.parameters()):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    assert f"placements are DTensor's own: {reason}" in [d.reason for d in recording.decisions if d.kind == KIND]
+
+
 @on_ranks(2)
 def test_calls_that_are_not_the_recorded_ones_are_compiled_without_a_plan():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

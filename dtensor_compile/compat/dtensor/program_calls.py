@@ -194,8 +194,6 @@ def record_program(
     mode = detect_fake_mode(inputs)
     if not isinstance(mode, FakeTensorMode):
         raise ProgramError("its inputs are not fake")
-    if any(isinstance(x, torch.SymInt) for x in inputs) or mode.shape_env is not None and _symbolic(inputs):
-        raise ProgramError("sizes are symbolic")
     step = RecordedStep()
     with mode:
         values = [fake_like(mode, value) for value in inputs]
@@ -214,9 +212,10 @@ def record_program(
     return step
 
 
-def _symbolic(inputs: Sequence[Any]) -> bool:
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
+def has_symbols(inputs: Sequence[Any]) -> bool:
+    """Whether an input is a symbolic number, or a tensor with a symbolic size."""
+    sizes = [size for x in inputs for size in (x.shape if isinstance(x, torch.Tensor) else (x,))]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _tangent(result: torch.Tensor) -> torch.Tensor:
@@ -342,4 +341,4 @@ def calls_planned(program: torch.fx.GraphModule, planned: PlannedCalls) -> Itera
         yield
 
 
-__all__ = ["PlacementsLost", "PlannedCalls", "ProgramError", "calls_planned", "record_program"]
+__all__ = ["PlacementsLost", "PlannedCalls", "ProgramError", "calls_planned", "has_symbols", "record_program"]
