@@ -59,3 +59,9 @@ class ManualRegionError(DTensorCompileError):
 
 class OfflineError(DTensorCompileError):
     """A device cannot be emulated here, or the program needs a real one."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of the message of an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no message"

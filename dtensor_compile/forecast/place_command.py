@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtensor_compile.compat.dynamo.observe import uncompiled
-from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.errors import DTensorCompileError, one_line
 from dtensor_compile.forecast.compare_plans import BYTES
 from dtensor_compile.forecast.plan_command import add_step_arguments, argument_of, check_loss
 from dtensor_compile.forecast.plan_table import size
@@ -113,7 +113,7 @@ def _plan(target: str, job: Job, args: argparse.Namespace, memory: float | None)
         raise
     except Exception as error:
         raise TargetError(
-            f"{target} does not run on fake tensors: {type(error).__name__}: {str(error).splitlines()[0]}; --verbose "
+            f"{target} does not run on fake tensors: {type(error).__name__}: {one_line(error)}; --verbose "
             "shows the traceback"
         ) from error
 

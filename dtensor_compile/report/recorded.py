@@ -23,11 +23,10 @@ from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.compiled_parts import compiled_parts, parts_compiled
 from dtensor_compile.compat.dynamo.observe import current_compilation, name_modules
 from dtensor_compile.compat.inductor.compile import fresh_caches
-from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.errors import DTensorCompileError, one_line
 from dtensor_compile.recording.profile import Profile
 from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.outside import outside_recorded
-from dtensor_compile.report.target import one_line
 
 #: Calls a model once, as it was compiled.
 Run = Callable[[Callable[..., Any]], None]

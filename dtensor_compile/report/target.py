@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.errors import DTensorCompileError, one_line
 from dtensor_compile.report.sources import is_users
 
 
@@ -224,12 +224,6 @@ def _needs_gpu(error: Exception) -> str:
         if missing
         else ""
     )
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of the message of an error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no message"
 
 
 def _users_frame(error: Exception) -> str:

@@ -22,6 +22,7 @@ from dtensor_compile.compat.dtensor.program_calls import (
 from dtensor_compile.compat.dtensor.step_record import RecordedStep
 from dtensor_compile.compat.dynamo.tracing import restarts_analysis
 from dtensor_compile.decisions import Decision
+from dtensor_compile.errors import one_line
 from dtensor_compile.global_plan.choose_placements import Choice, choose_placements, choose_restricted
 from dtensor_compile.global_plan.connect_calls import connected_variables, taken_from
 from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
@@ -43,8 +44,7 @@ def until_placed(compile: Callable[[], T], this: Compilation) -> T:
     except PlacementsLost as error:
         this.log.forget_since(before)
         this.placed = False
-        reason = f"placements are DTensor's own: {error}"
-        this.log.decided([Decision(GLOBAL_PLAN, "", reason, left_alone=True)])
+        _leave_alone(one_line(error), this)
         return compile()
 
 
@@ -82,13 +82,16 @@ def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls |
             raise ProgramError("it calls no operators on DTensors")
         return _chosen(step, mesh, this)
     except ProgramError as error:
-        this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {error}", left_alone=True)])
+        _leave_alone(one_line(error), this)
     except Exception as error:  # noqa: BLE001 - whatever a rule or a fake tensor raises
         if restarts_analysis(error) or this.options.strict:
             raise
-        reason = f"placements are DTensor's own: {type(error).__name__}: {error}"
-        this.log.decided([Decision(GLOBAL_PLAN, "", reason, left_alone=True)])
+        _leave_alone(f"{type(error).__name__}: {one_line(error)}", this)
     return None
+
+
+def _leave_alone(why: str, this: Compilation) -> None:
+    this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}", left_alone=True)])
 
 
 def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedCalls | None:

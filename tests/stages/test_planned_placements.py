@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 import dtensor_compile
 from dtensor_compile.compat.dtensor.program_calls import record_program
@@ -116,6 +117,7 @@ PROGRAMS = {
     "written to": (lambda: Written(), replicated, (8, 16), Shard(0)),
     "written through views": (lambda: WrittenThroughViews(), replicated, (8, 16), Replicate()),
     "returns what it wrote": (lambda: ReturnsWritten(), replicated, (8, 16), Shard(0)),
+    "mixes plain tensors": (lambda: MixesPlainTensors(), replicated, (8, 16), Shard(0)),
     "redistributes": (lambda: Redistributes(), replicated, (8, 16), Shard(0)),
 }
 
@@ -175,6 +177,18 @@ class ReturnsWritten(nn.Module):
         return z.add_(y) + half.sum(), z, half
 
 
+class MixesPlainTensors(nn.Module):
+    """Makes plain tensors, as positions and masks are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        y = (x @ self.weight) * torch.arange(16, dtype=x.dtype) / 8
+        return y.tanh() @ self.weight + torch.ones(1, 16, dtype=x.dtype)
+
+
 class Redistributes(nn.Module):
     """Redistributes and reads local tensors itself."""
 
@@ -207,7 +221,8 @@ def any_placements(name):
     x = distribute_tensor(torch.randn(shape, dtype=torch.float64), mesh, [of_input])
     sent = set()
     for seed in range(3):
-        with unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(seed)):
+        chosen = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(seed))
+        with chosen, implicit_replication():
             reasons, recording = same(plain, model, x)
         assert len(reasons) == 1 and "together" in reasons[0], reasons
         sent.add(sum(c.bytes for c in recording.collectives))

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.operator_strategies import ask
 from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
 from dtensor_compile.compat.dtensor.specs import Spec, meta_of, redistribute_local, spec_as_of_views, with_local
@@ -50,6 +53,12 @@ def _dtensors(value: Any) -> list[DTensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
 
 
+def _placements(tensor: torch.Tensor, mesh: DeviceMesh) -> Placements:
+    """Placements of a DTensor; a plain tensor beside DTensors counts as replicated, as DTensor takes it if the program
+    allows that."""
+    return tuple(tensor.placements) if isinstance(tensor, DTensor) else (Replicate(),) * mesh.ndim
+
+
 def _is_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
@@ -76,45 +85,40 @@ class _Recorder(_Calls):
         self._modules: dict[int, str] = {}
         self._held: list[Any] = []
 
-    def number(self, tensor: DTensor) -> int:
-        """The number of a DTensor; one that no call made comes from elsewhere."""
+    def number(self, tensor: torch.Tensor, mesh: DeviceMesh) -> int:
+        """The number of a tensor; one that no call made comes from elsewhere."""
         key = _key(tensor)
         if key not in self.known:
-            self._new(key, tensor)
-            self.step.came[self.known[key]] = tuple(tensor.placements)
+            self._new(key, tensor, mesh)
+            self.step.came[self.known[key]] = _placements(tensor, mesh)
         return self.known[key]
 
-    def _new(self, key: Any, tensor: DTensor) -> int:
+    def _new(self, key: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> int:
         with self.fakes:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         self.known[key] = len(self.step.tensors)
         self.step.tensors.append(made)
         self.step.memory.append(key[0])
-        self.step.placements[self.known[key]] = tuple(tensor.placements)
-        self._held.append(tensor._local_tensor)
+        self.step.placements[self.known[key]] = _placements(tensor, mesh)
+        self._held.append(_local(tensor))
         return self.known[key]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if not _dtensors(result):
             return result
-        if not all(isinstance(x, DTensor) for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)):
-            raise ProgramError(f"{func} takes or makes plain tensors besides DTensors")
-        inputs = tuple(map(self.number, _dtensors((args, kwargs))))
-        given = [tuple(x.placements) for x in _dtensors((args, kwargs))]
-        outputs = tuple(self._new(_key(x), x) for x in _dtensors(result))
-
-        def plain(value: Any) -> Any:
-            return self.step.tensors[self.known[_key(value)]] if isinstance(value, DTensor) else value
-
+        given, made = tensor_leaves((args, kwargs)), tensor_leaves(result)
+        mesh = _dtensors(result)[0].device_mesh
+        inputs = tuple(self.number(x, mesh) for x in given)
+        outputs = tuple(self._new(_key(x), x, mesh) for x in made)
         phase = BACKWARD if _is_backward() else FORWARD
-        arguments, named = tree_map(_numbered(inputs, self.step.tensors), (tuple(args), dict(kwargs)))
-        made = tree_map(plain, result)
-        call = StepCall(func, tuple(arguments), named, made, inputs, outputs, phase, self._module(phase))
-        placed = tuple(tuple(x.placements) for x in _dtensors(result))
-        taken = ask(call, _dtensors(result)[0].device_mesh, given)
-        if taken is None or taken.outputs != placed:
-            taken = Strategy(tuple(given), placed)
+        plain_args, plain_kwargs = tree_map(_numbered(inputs, self.step.tensors), (tuple(args), dict(kwargs)))
+        plain_result = tree_map(_numbered(outputs, self.step.tensors), result)
+        call = StepCall(func, plain_args, plain_kwargs, plain_result, inputs, outputs, phase, self._module(phase))
+        placed = Strategy(tuple(_placements(x, mesh) for x in given), tuple(_placements(x, mesh) for x in made))
+        taken = ask(call, mesh, placed.inputs)
+        if taken is None or taken.outputs != placed.outputs:
+            taken = placed
         self.step.taken[len(self.step.calls)] = taken
         if torch.Tag.nondeterministic_seeded in func.tags:  # what is drawn depends on the shards
             self.step.kept[len(self.step.calls)] = taken
@@ -132,19 +136,24 @@ class _Recorder(_Calls):
     def pin(self, value: Any) -> None:
         """The DTensors in `value` are read outside of the calls: they are made as they are now."""
         for tensor in _dtensors(value):
-            self.step.pinned[self.number(tensor)] = tuple(tensor.placements)
+            self.step.pinned[self.number(tensor, tensor.device_mesh)] = tuple(tensor.placements)
 
 
 def _numbered(numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
-    """Replaces DTensors, in order, by the plain tensors of these numbers."""
+    """Replaces tensors, in order, by the plain ones of these numbers."""
     left = iter(numbers)
-    return lambda value: tensors[next(left)] if isinstance(value, DTensor) else value
+    return lambda value: tensors[next(left)] if isinstance(value, torch.Tensor) else value
 
 
-def _key(tensor: DTensor) -> Any:
-    local = getattr(tensor._local_tensor, "elem", tensor._local_tensor)
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    local = getattr(_local(tensor), "elem", _local(tensor))
+    placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
     storage = local.untyped_storage()._cdata
-    return storage, local.storage_offset(), local.stride(), tuple(tensor.shape), tuple(tensor.placements), tensor.dtype
+    return storage, local.storage_offset(), local.stride(), tuple(tensor.shape), placements, tensor.dtype
 
 
 class _Interpreter(torch.fx.Interpreter):
@@ -198,7 +207,7 @@ def record_program(
     with mode:
         values = [fake_like(mode, value) for value in inputs]
     recorder = _Recorder(step, FakeTensorMode())
-    step.inputs = [recorder.number(value) for value in _dtensors(values)]
+    step.inputs = [recorder.number(value, value.device_mesh) for value in _dtensors(values)]
     step.came.clear()
     with torch.enable_grad(), mode, recorder:
         results = _Interpreter(program, recorder, module_of).run(*values)
@@ -263,11 +272,14 @@ class PlannedCalls(_Calls):
         if planned is None:
             return func(*args, **kwargs)
         ways = iter(zip(planned.shared, planned.strategy.inputs))
-        args, kwargs = tree_map(lambda x: _taken(x, *next(ways)) if isinstance(x, DTensor) else x, (args, kwargs))
+        mesh = _dtensors((args, kwargs))[0].device_mesh
+        args, kwargs = tree_map(
+            lambda x: _taken(x, mesh, *next(ways)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+        )
         if makes_alias(func) and not planned.stays:
             args = tree_map(_in_global_order, args)
         result = func(*args, **kwargs)
-        made = tuple(tuple(x.placements) for x in _dtensors(result))
+        made = tuple(_placements(x, mesh) for x in tensor_leaves(result))
         if made != planned.strategy.outputs:
             raise PlacementsLost(f"{func} made {made}, where {planned.strategy.outputs} were expected")
         if not planned.pinned:
@@ -283,7 +295,7 @@ class PlannedCalls(_Calls):
         if place == len(self._planned[phase]):
             return None  # AOTAutograd copies results that share memory, after the program
         planned = self._planned[phase][place]
-        shapes = [tuple(x.shape) for x in _dtensors((args, kwargs))]
+        shapes = [tuple(x.shape) for x in tensor_leaves((args, kwargs))]
         if planned.call.op is not func or shapes != _shapes(planned.call):
             raise PlacementsLost(f"{func} came in the {phase} pass, where {planned.call.op} was expected")
         self._at[phase] += 1
@@ -291,7 +303,7 @@ class PlannedCalls(_Calls):
 
 
 def _shapes(call: StepCall) -> list[tuple[int, ...]]:
-    return [tuple(x.shape) for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, torch.Tensor)]
+    return [tuple(x.shape) for x in tensor_leaves((call.args, call.kwargs))]
 
 
 def _makes_dtensors(func: Any) -> bool:
@@ -306,7 +318,12 @@ def _moved(tensor: DTensor, placements: Placements) -> DTensor:
     return with_local(redistribute_local(tensor._local_tensor, source, target), target)
 
 
-def _taken(tensor: DTensor, shared: Placements | None, placements: Placements) -> DTensor:
+def _taken(tensor: torch.Tensor, mesh: DeviceMesh, shared: Placements | None, placements: Placements) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        if placements == _placements(tensor, mesh):
+            return tensor
+        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        tensor = with_local(tensor, Spec(mesh, _placements(tensor, mesh), meta))
     if shared is not None and tuple(tensor.placements) != placements:
         tensor = _moved(tensor, shared)
     return _moved(tensor, placements)
