@@ -118,6 +118,7 @@ PROGRAMS = {
     "written through views": (lambda: WrittenThroughViews(), replicated, (8, 16), Replicate()),
     "returns what it wrote": (lambda: ReturnsWritten(), replicated, (8, 16), Shard(0)),
     "mixes plain tensors": (lambda: MixesPlainTensors(), replicated, (8, 16), Shard(0)),
+    "looks up": (lambda: Looks(), replicated, (4, 8), Replicate()),
     "redistributes": (lambda: Redistributes(), replicated, (8, 16), Shard(0)),
 }
 
@@ -189,6 +190,18 @@ class MixesPlainTensors(nn.Module):
         return y.tanh() @ self.weight + torch.ones(1, 16, dtype=x.dtype)
 
 
+class Looks(nn.Module):
+    """Looks rows up in a table that may be cut by rows or columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 16)
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return self.table(x.abs().long() % 16) @ self.weight
+
+
 class Redistributes(nn.Module):
     """Redistributes and reads local tensors itself."""
 
@@ -220,7 +233,7 @@ def any_placements(name):
     model = distributed(copy.deepcopy(plain), mesh, placements)
     x = distribute_tensor(torch.randn(shape, dtype=torch.float64), mesh, [of_input])
     sent = set()
-    for seed in range(3):
+    for seed in range(4):
         chosen = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(seed))
         with chosen, implicit_replication():
             reasons, recording = same(plain, model, x)

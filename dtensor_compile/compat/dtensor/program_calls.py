@@ -19,7 +19,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,7 +27,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.operator_strategies import ask
 from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
-from dtensor_compile.compat.dtensor.specs import Spec, meta_of, redistribute_local, spec_as_of_views, with_local
+from dtensor_compile.compat.dtensor.specs import (
+    MaskPartial,
+    Spec,
+    meta_of,
+    redistribute_local,
+    spec_as_of_views,
+    with_local,
+)
 from dtensor_compile.compat.dtensor.step_record import (
     BACKWARD,
     FORWARD,
@@ -271,7 +278,7 @@ class PlannedCalls(_Calls):
         planned = self._next(func, args, kwargs)
         if planned is None:
             return func(*args, **kwargs)
-        ways = iter(zip(planned.shared, planned.strategy.inputs))
+        ways = iter(zip(planned.shared, map(_before_masks, planned.strategy.inputs)))
         mesh = _dtensors((args, kwargs))[0].device_mesh
         args, kwargs = tree_map(
             lambda x: _taken(x, mesh, *next(ways)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
@@ -280,7 +287,7 @@ class PlannedCalls(_Calls):
             args = tree_map(_in_global_order, args)
         result = func(*args, **kwargs)
         made = tuple(_placements(x, mesh) for x in tensor_leaves(result))
-        if made != planned.strategy.outputs:
+        if list(map(_as_sums, made)) != list(map(_as_sums, planned.strategy.outputs)):
             raise PlacementsLost(f"{func} made {made}, where {planned.strategy.outputs} were expected")
         if not planned.pinned:
             return result
@@ -316,6 +323,16 @@ def _moved(tensor: DTensor, placements: Placements) -> DTensor:
     source = tensor._spec
     target = spec_as_of_views(source.mesh, placements, meta_of(source))
     return with_local(redistribute_local(tensor._local_tensor, source, target), target)
+
+
+def _before_masks(placements: Placements) -> Placements:
+    """Placements from which a lookup masks its indices itself."""
+    return tuple(Replicate() if isinstance(placement, MaskPartial) else placement for placement in placements)
+
+
+def _as_sums(placements: Placements) -> Placements:
+    """Placements in which what a lookup masks is a partial sum: masks of two lookups are not equal."""
+    return tuple(Partial() if isinstance(placement, MaskPartial) else placement for placement in placements)
 
 
 def _taken(tensor: torch.Tensor, mesh: DeviceMesh, shared: Placements | None, placements: Placements) -> torch.Tensor:
