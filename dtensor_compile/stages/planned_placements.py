@@ -11,14 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.capture.checks import shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot.block_graphs import programs_changed
-from dtensor_compile.compat.dtensor.program_calls import (
-    PlacementsLost,
-    PlannedCalls,
-    ProgramError,
-    calls_planned,
-    has_symbols,
-    record_program,
-)
+from dtensor_compile.compat.dtensor.planned_calls import PlacementsLost, PlannedCalls, calls_planned
+from dtensor_compile.compat.dtensor.program_calls import ProgramError, has_symbols, record_program
 from dtensor_compile.compat.dtensor.step_record import RecordedStep
 from dtensor_compile.compat.dynamo.tracing import restarts_analysis
 from dtensor_compile.decisions import Decision

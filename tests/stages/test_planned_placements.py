@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import dtensor_compile
+from dtensor_compile.compat.dtensor import planned_calls
 from dtensor_compile.compat.dtensor.program_calls import record_program
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.global_plan.choose_placements import Choice
@@ -119,6 +120,7 @@ PROGRAMS = {
     "returns what it wrote": (lambda: ReturnsWritten(), replicated, (8, 16), Shard(0)),
     "mixes plain tensors": (lambda: MixesPlainTensors(), replicated, (8, 16), Shard(0)),
     "looks up": (lambda: Looks(), replicated, (4, 8), Replicate()),
+    "looks up once and reads twice": (lambda: LooksOnce(), replicated, (4, 8), Replicate()),
     "redistributes": (lambda: Redistributes(), replicated, (8, 16), Shard(0)),
 }
 
@@ -200,6 +202,14 @@ class Looks(nn.Module):
 
     def forward(self, x):
         return self.table(x.abs().long() % 16) @ self.weight
+
+
+class LooksOnce(Looks):
+    """Reads rows of a table in two calls, each of which may redistribute them."""
+
+    def forward(self, x):
+        y = self.table(x.abs().long() % 16)
+        return y.tanh() @ self.weight + y.flatten(1).sum(1, keepdim=True)[..., None] + y
 
 
 class Redistributes(nn.Module):
@@ -305,6 +315,20 @@ def test_weights_of_columns_and_rows_alone_are_enough():
 @on_ranks(4)
 def test_a_llama_over_two_mesh_dims():
     sends_less(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), 2)
+
+
+@on_ranks(2)
+def test_a_plan_that_dtensor_refuses_is_dropped():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    plain = Net()
+    model = distributed(copy.deepcopy(plain), mesh, lambda name: columns_and_rows(f"0.{name}"))
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()])
+    refused = unittest.mock.patch.object(planned_calls, "_moved", side_effect=NotImplementedError("no such move"))
+    with unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(1)), refused:
+        reasons, recording = same(plain, model, x)
+    assert len(reasons) == 1 and reasons[0].endswith("with planned placements: NotImplementedError: no such move")
+    assert all(d.left_alone for d in recording.decisions if d.kind == KIND)
 
 
 @on_ranks(2)

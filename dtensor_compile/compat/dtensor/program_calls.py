@@ -1,40 +1,27 @@
-"""The calls of operators on DTensors that a Dynamo graph makes, forward and backward: recorded, and made with other
-placements of their inputs.
+"""The calls of operators on DTensors that a Dynamo graph makes, forward and backward, recorded.
 
-Both stand in front of DTensor's own dispatch and see the same calls in the same order, so that a call is known by its
-number in its phase. A recording runs the graph on fake DTensors. While AOTAutograd traces the graph, each run of it
-begins with a node that starts the count again; a call that is not the one recorded, or does not make what its strategy
-says, is a `PlacementsLost`.
+A recording stands in front of DTensor's own dispatch and runs the graph on fake DTensors. `planned_calls` sees the same
+calls in the same order while AOTAutograd traces the graph, so that a call is known by its number in its phase.
 """
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.operator_strategies import ask
 from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
-from dtensor_compile.compat.dtensor.specs import (
-    MaskPartial,
-    Spec,
-    meta_of,
-    redistribute_local,
-    spec_as_of_views,
-    with_local,
-)
+from dtensor_compile.compat.dtensor.specs import Spec, meta_of, with_local
 from dtensor_compile.compat.dtensor.step_record import (
     BACKWARD,
     FORWARD,
@@ -43,39 +30,35 @@ from dtensor_compile.compat.dtensor.step_record import (
     RecordedStep,
     StepCall,
     Strategy,
-    makes_alias,
 )
-from dtensor_compile.errors import DTensorCompileError
 
 
 class ProgramError(Exception):
     """The calls of a program cannot be placed together; the message gives the reason."""
 
 
-class PlacementsLost(DTensorCompileError):
-    """A call of a program is not the one that was recorded and placed."""
-
-
-def _dtensors(value: Any) -> list[DTensor]:
+def dtensors_in(value: Any) -> list[DTensor]:
+    """The DTensors among the leaves of a value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
 
 
-def _placements(tensor: torch.Tensor, mesh: DeviceMesh) -> Placements:
+def placements_of(tensor: torch.Tensor, mesh: DeviceMesh) -> Placements:
     """Placements of a DTensor; a plain tensor beside DTensors counts as replicated, as DTensor takes it if the program
     allows that."""
     return tuple(tensor.placements) if isinstance(tensor, DTensor) else (Replicate(),) * mesh.ndim
 
 
-def _is_backward() -> bool:
+def is_backward() -> bool:
+    """Whether this thread runs a node of autograd's graph."""
     return torch._C._current_autograd_node() is not None
 
 
-class _Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):
     """Sees calls of operators on DTensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name in TRANSPARENT or not _dtensors((args, kwargs)):
+        if func._schema.name in TRANSPARENT or not dtensors_in((args, kwargs)):
             return func(*args, **kwargs)
         return self.call(func, args, kwargs)
 
@@ -83,7 +66,7 @@ class _Calls(TorchDispatchMode):
         raise NotImplementedError
 
 
-class _Recorder(_Calls):
+class _Recorder(Calls):
     def __init__(self, step: RecordedStep, fakes: FakeTensorMode) -> None:
         super().__init__()
         self.step, self.fakes = step, fakes
@@ -97,7 +80,7 @@ class _Recorder(_Calls):
         key = _key(tensor)
         if key not in self.known:
             self._new(key, tensor, mesh)
-            self.step.came[self.known[key]] = _placements(tensor, mesh)
+            self.step.came[self.known[key]] = placements_of(tensor, mesh)
         return self.known[key]
 
     def _new(self, key: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> int:
@@ -106,23 +89,23 @@ class _Recorder(_Calls):
         self.known[key] = len(self.step.tensors)
         self.step.tensors.append(made)
         self.step.memory.append(key[0])
-        self.step.placements[self.known[key]] = _placements(tensor, mesh)
+        self.step.placements[self.known[key]] = placements_of(tensor, mesh)
         self._held.append(_local(tensor))
         return self.known[key]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if not _dtensors(result):
+        if not dtensors_in(result):
             return result
         given, made = tensor_leaves((args, kwargs)), tensor_leaves(result)
-        mesh = _dtensors(result)[0].device_mesh
+        mesh = dtensors_in(result)[0].device_mesh
         inputs = tuple(self.number(x, mesh) for x in given)
         outputs = tuple(self._new(_key(x), x, mesh) for x in made)
-        phase = BACKWARD if _is_backward() else FORWARD
+        phase = BACKWARD if is_backward() else FORWARD
         plain_args, plain_kwargs = tree_map(_numbered(inputs, self.step.tensors), (tuple(args), dict(kwargs)))
         plain_result = tree_map(_numbered(outputs, self.step.tensors), result)
         call = StepCall(func, plain_args, plain_kwargs, plain_result, inputs, outputs, phase, self._module(phase))
-        placed = Strategy(tuple(_placements(x, mesh) for x in given), tuple(_placements(x, mesh) for x in made))
+        placed = Strategy(tuple(placements_of(x, mesh) for x in given), tuple(placements_of(x, mesh) for x in made))
         taken = ask(call, mesh, placed.inputs)
         if taken is None or taken.outputs != placed.outputs:
             taken = placed
@@ -142,7 +125,7 @@ class _Recorder(_Calls):
 
     def pin(self, value: Any) -> None:
         """The DTensors in `value` are read outside of the calls: they are made as they are now."""
-        for tensor in _dtensors(value):
+        for tensor in dtensors_in(value):
             self.step.pinned[self.number(tensor, tensor.device_mesh)] = tuple(tensor.placements)
 
 
@@ -214,7 +197,7 @@ def record_program(
     with mode:
         values = [fake_like(mode, value) for value in inputs]
     recorder = _Recorder(step, FakeTensorMode())
-    step.inputs = [recorder.number(value, value.device_mesh) for value in _dtensors(values)]
+    step.inputs = [recorder.number(value, value.device_mesh) for value in dtensors_in(values)]
     step.came.clear()
     with torch.enable_grad(), mode, recorder:
         results = _Interpreter(program, recorder, module_of).run(*values)
@@ -244,135 +227,4 @@ def _tangent(result: torch.Tensor) -> torch.Tensor:
     return with_local(local, Spec(spec.mesh, placements, meta_of(spec)))
 
 
-@dataclass
-class _Planned:
-    """What is planned for a call: its strategy, placements in which other calls have its tensors too and from which it
-    takes them, whether it reads tensors as they come, and the placements of results that are pinned."""
-
-    call: StepCall
-    strategy: Strategy
-    shared: tuple[Placements | None, ...]
-    stays: bool
-    pinned: Mapping[int, Placements] = field(default_factory=dict)
-
-
-class PlannedCalls(_Calls):
-    """While active, calls are made with planned placements of their inputs."""
-
-    def __init__(
-        self, step: RecordedStep, strategies: Sequence[Strategy], shared: Sequence[tuple[Placements | None, ...]]
-    ) -> None:
-        super().__init__()
-        self._planned: dict[str, list[_Planned]] = {FORWARD: [], BACKWARD: []}
-        stays = {call for call, _ in step.stays()}
-        for number, (call, strategy, taken_from) in enumerate(zip(step.calls, strategies, shared)):
-            pinned = {i: step.pinned[x] for i, x in enumerate(call.outputs) if x in step.pinned}
-            self._planned[call.phase].append(_Planned(call, strategy, taken_from, number in stays, pinned))
-        self._at = {FORWARD: 0, BACKWARD: 0}
-
-    def begin(self) -> None:
-        """A run of the program begins."""
-        self._at = {FORWARD: 0, BACKWARD: 0}
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        planned = self._next(func, args, kwargs)
-        if planned is None:
-            return func(*args, **kwargs)
-        ways = iter(zip(planned.shared, map(_before_masks, planned.strategy.inputs)))
-        mesh = _dtensors((args, kwargs))[0].device_mesh
-        args, kwargs = tree_map(
-            lambda x: _taken(x, mesh, *next(ways)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
-        )
-        if makes_alias(func) and not planned.stays:
-            args = tree_map(_in_global_order, args)
-        result = func(*args, **kwargs)
-        made = tuple(_placements(x, mesh) for x in tensor_leaves(result))
-        if list(map(_as_sums, made)) != list(map(_as_sums, planned.strategy.outputs)):
-            raise PlacementsLost(f"{func} made {made}, where {planned.strategy.outputs} were expected")
-        if not planned.pinned:
-            return result
-        places = iter(range(len(planned.call.outputs)))
-        return tree_map(lambda x: _pinned(x, next(places), planned.pinned) if isinstance(x, DTensor) else x, result)
-
-    def _next(self, func: Any, args: Any, kwargs: Any) -> _Planned | None:
-        phase = BACKWARD if _is_backward() else FORWARD
-        if not _makes_dtensors(func):
-            return None
-        place = self._at[phase]
-        if place == len(self._planned[phase]):
-            return None  # AOTAutograd copies results that share memory, after the program
-        planned = self._planned[phase][place]
-        shapes = [tuple(x.shape) for x in tensor_leaves((args, kwargs))]
-        if planned.call.op is not func or shapes != _shapes(planned.call):
-            raise PlacementsLost(f"{func} came in the {phase} pass, where {planned.call.op} was expected")
-        self._at[phase] += 1
-        return planned
-
-
-def _shapes(call: StepCall) -> list[tuple[int, ...]]:
-    return [tuple(x.shape) for x in tensor_leaves((call.args, call.kwargs))]
-
-
-def _makes_dtensors(func: Any) -> bool:
-    return any("Tensor" in str(result.type) for result in func._schema.returns)
-
-
-def _moved(tensor: DTensor, placements: Placements) -> DTensor:
-    if tuple(tensor.placements) == placements:
-        return tensor
-    source = tensor._spec
-    target = spec_as_of_views(source.mesh, placements, meta_of(source))
-    return with_local(redistribute_local(tensor._local_tensor, source, target), target)
-
-
-def _before_masks(placements: Placements) -> Placements:
-    """Placements from which a lookup masks its indices itself."""
-    return tuple(Replicate() if isinstance(placement, MaskPartial) else placement for placement in placements)
-
-
-def _as_sums(placements: Placements) -> Placements:
-    """Placements in which what a lookup masks is a partial sum: masks of two lookups are not equal."""
-    return tuple(Partial() if isinstance(placement, MaskPartial) else placement for placement in placements)
-
-
-def _taken(tensor: torch.Tensor, mesh: DeviceMesh, shared: Placements | None, placements: Placements) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        if placements == _placements(tensor, mesh):
-            return tensor
-        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-        tensor = with_local(tensor, Spec(mesh, _placements(tensor, mesh), meta))
-    if shared is not None and tuple(tensor.placements) != placements:
-        tensor = _moved(tensor, shared)
-    return _moved(tensor, placements)
-
-
-def _in_global_order(value: Any) -> Any:
-    """A DTensor whose local tensor has its dims in memory in the order of the global one, as views take for granted: a
-    redistribution may have changed it."""
-    if not isinstance(value, DTensor):
-        return value
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
-    local = value._local_tensor.permute(order)
-    if local.is_contiguous():
-        return value
-    back = sorted(range(value.dim()), key=order.__getitem__)
-    return with_local(local.contiguous().permute(back), value._spec)
-
-
-def _pinned(tensor: DTensor, place: int, pinned: Mapping[int, Placements]) -> DTensor:
-    return _moved(tensor, pinned[place]) if place in pinned else tensor
-
-
-@contextlib.contextmanager
-def calls_planned(program: torch.fx.GraphModule, planned: PlannedCalls) -> Iterator[None]:
-    """While active, runs of the program on this thread make their calls as planned. Adds a node to the program."""
-    first = next(iter(node for node in program.graph.nodes if node.op != "placeholder"))
-    with program.graph.inserting_before(first):
-        program.graph.call_function(planned.begin)
-    program.recompile()
-    with planned:
-        yield
-
-
-__all__ = ["PlacementsLost", "PlannedCalls", "ProgramError", "calls_planned", "has_symbols", "record_program"]
+__all__ = ["Calls", "ProgramError", "dtensors_in", "has_symbols", "is_backward", "placements_of", "record_program"]
