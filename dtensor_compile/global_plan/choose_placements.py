@@ -12,8 +12,9 @@ from dtensor_compile.global_plan.cost_model import CostModel
 from dtensor_compile.global_plan.message_passing import solve
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE
 
-#: Weights of hidden communication: the least cost with any of them is a lower bound on the step. Small ones are for
-#: steps in which compute takes longer. Where communication does, the weight at which both are equal is searched for.
+#: Weights of the bound of communication: the least cost with any of them is a lower bound on the step. Small ones are
+#: for steps in which compute takes longer. Where communication does, the weight at which both are equal is searched
+#: for.
 _COMPUTE_BOUND, _LARGEST, _SEARCHES = (0.001, 0.1), 0.999, 4
 
 #: Fraction of the seconds within which a plan that sends less is better (what is hidden still shares memory and cores),
@@ -37,6 +38,7 @@ class Choice:
         bound: seconds that no choice within the budget goes below.
         fits: whether the memory is within the budget.
         overlaps: whether `hidden` runs beside compute.
+        contention: seconds of compute lost for each second of `hidden`.
     """
 
     choice: tuple[int, ...]
@@ -48,12 +50,19 @@ class Choice:
     bound: float
     fits: bool
     overlaps: bool = True
+    contention: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Estimated seconds of a step."""
-        beside = max(self.compute, self.hidden) if self.overlaps else self.compute + self.hidden
-        return self.exposed + beside
+        if not self.overlaps:
+            return self.exposed + self.compute + self.hidden
+        return self.exposed + max(self.busy, self.hidden)
+
+    @property
+    def busy(self) -> float:
+        """Seconds of compute with what it loses to communication beside it."""
+        return self.compute + self.contention * self.hidden
 
     @property
     def possible(self) -> bool:
@@ -86,15 +95,15 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
     low, high = 0.0, _LARGEST
     for search in range(len(_COMPUTE_BOUND) + _SEARCHES):
         hiding = _COMPUTE_BOUND[search] if search < len(_COMPUTE_BOUND) else (low + high) / 2
-        # For each weight between 0 and 1, the least (1 - w) compute + w hidden + exposed is a lower bound on the step.
-        weights = 1.0 - hiding, hiding
+        # For each w between 0 and 1, (1 - w) (compute + contention hidden) + w hidden + exposed is a lower bound.
+        weights = 1.0 - hiding, (1.0 - hiding) * model.contention + hiding
         choices, least = _within(model, weights, budget, overlaps)
         # What a plan may lose in seconds for holding nothing: memory has a small price where it has none.
         price = _AS_FAST * choices[-1].seconds / max(1.0, choices[-1].memory)
         found += [*choices, _at_price(model, weights, price, budget, overlaps)[0]]
         bound = max(bound, least)
         best = best_of(found)
-        low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].compute else (low, min(high, hiding))
+        low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].busy else (low, min(high, hiding))
         if search >= len(_COMPUTE_BOUND) - 1:
             close = best.seconds - bound <= _TOLERANCE * best.seconds
             if close or low == 0.0:
@@ -160,5 +169,5 @@ def _at_price(
         choice[i] = x
     compute, exposed, hidden, memory = map(float, model.parts(choice))
     fits = budget is None or memory <= budget
-    made = Choice(tuple(choice), compute, exposed, hidden, memory, model.sent(choice), 0.0, fits, overlaps)
-    return made, solution.bound
+    sent, lost = model.sent(choice), model.contention
+    return Choice(tuple(choice), compute, exposed, hidden, memory, sent, 0.0, fits, overlaps, lost), solution.bound

@@ -13,10 +13,11 @@ Pairs: the redistribution from what a variable makes to what the other wants, in
 a gradient, to the placements of its parameter. A redistribution of a parameter alone, or of a gradient to its
 parameter, can be hidden behind compute; all others are in the way of it:
 
-    step = exposed + max(compute, hidden)
+    step = exposed + max(compute + contention * hidden, hidden)
 
-with ``compute``, ``exposed`` and ``hidden`` the sums over the step. It is a lower bound on what a schedule can reach,
-and what `choose_placements` minimizes; memory has a price per byte beyond the budget.
+with ``compute``, ``exposed`` and ``hidden`` the sums over the step, in seconds, and ``contention`` what compute loses
+for each second of communication beside it (`Device.contention`). It is a lower bound on what a schedule can reach, and
+what `choose_placements` minimizes; memory has a price per byte beyond the budget.
 """
 
 from __future__ import annotations
@@ -86,12 +87,14 @@ class CostModel:
         variables: all of them.
         compute, memory: per variable, seconds and bytes of its choices.
         pairs: by numbers of variables, the first smaller.
+        contention: seconds of compute lost for each second of hidden communication.
     """
 
     variables: list[Variable] = field(default_factory=list)
     compute: list[np.ndarray] = field(default_factory=list)
     memory: list[np.ndarray] = field(default_factory=list)
     pairs: dict[tuple[int, int], PairCost] = field(default_factory=dict)
+    contention: float = 0.0
 
     def add(self, variable: Variable) -> int:
         """Adds a variable without costs; returns its number."""
@@ -139,6 +142,7 @@ class CostModel:
             [costs[left] for costs, left in zip(self.compute, every)],
             [costs[left] for costs, left in zip(self.memory, every)],
             {(i, j): pair.restricted(every[i], every[j]) for (i, j), pair in self.pairs.items()},
+            self.contention,
         )
 
     def problem(self, compute: float, hidden: float, price: float) -> PairwiseProblem:

@@ -1,8 +1,8 @@
 """Calls of equal blocks, found by their modules: one choice of placements serves all calls of a class.
 
 Two calls are of one class if their modules' paths differ in indices only (``blocks.0.attention`` and
-``blocks.7.attention``), they are the same in order in their module and phase, and their operators and arguments are
-equal.
+``blocks.7.attention``), their operators and arguments are equal, and they are the same in order among such calls of
+their module and phase.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def facts_of_call(call: StepCall) -> Hashable:
 
 def classes_of_calls(step: RecordedStep) -> list[int]:
     """The class of each call, numbered in the order of their first calls."""
-    seen: Counter[tuple[str, str]] = Counter()
+    seen: Counter[Hashable] = Counter()
     classes: dict[Hashable, int] = {}
     found = []
     for number, call in enumerate(step.calls):
-        place = seen[call.module, call.phase]
-        seen[call.module, call.phase] += 1
+        same = call.module, call.phase, facts_of_call(call)
+        seen[same] += 1
         constraints = step.kept.get(number), *map(step.pinned.get, call.outputs)
-        key = pattern(call.module), call.phase, place, facts_of_call(call), constraints
+        key = pattern(call.module), call.phase, seen[same], facts_of_call(call), constraints
         found.append(classes.setdefault(key, len(classes)))
     return found
 

@@ -64,7 +64,7 @@ class StepVariables:
         self, step: RecordedStep, candidates: Candidates, costs: RedistributionCosts, settings: CostSettings
     ) -> None:
         self.step, self.candidates, self.costs, self.settings = step, candidates, costs, settings
-        self.model = CostModel()
+        self.model = CostModel(contention=settings.device.contention)
         self.of_call: list[int] = []
         self.of_tensor: dict[int, int] = {}
         self.shared: dict[tuple[int, str], int] = {}

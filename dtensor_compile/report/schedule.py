@@ -7,10 +7,12 @@ and its exposed seconds. The rules are those of a device with one stream for com
     a collective starts when its operands are ready and the one before it on its stream is done; with some backends
     that takes host time first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
     a wait delays compute until its collective is done; that delay is the exposed time of the collective
+    compute beside a collective takes longer, by the contention of the device (`Device.contention`)
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +65,7 @@ def schedule(
     communication: list[Timed] = []
     ends: dict[int, float] = {}
     exposed = [0.0] * len(collectives)
+    in_flight = _InFlight(cluster.device.contention)
     for index, operation in enumerate(operations):
         if issue:
             issued += issue[index]
@@ -74,6 +77,7 @@ def schedule(
             seconds = collective_seconds(cluster, this.kind, this.bytes, this.ranks)
             communication.append(Timed(operation.starts, start, seconds))
             free[stream(this)] = ends[operation.starts] = start + seconds
+            in_flight.add(start, start + seconds)
         elif operation.waits_for is not None:
             waited = max(0.0, ends[operation.waits_for] - now)
             exposed[operation.waits_for] += waited
@@ -87,6 +91,33 @@ def schedule(
                 operation.fused,
                 operation.kind,
             )
+            seconds = in_flight.beside(seconds, now)
             compute.append(Timed(index, now, seconds))
             now += seconds
     return Schedule(tuple(compute), tuple(communication), tuple(exposed), max(now, *free.values(), 0.0))
+
+
+class _InFlight:
+    """Times in which collectives run, as far as they are not over."""
+
+    def __init__(self, contention: float) -> None:
+        self.speed = 1.0 - contention
+        self._ahead: list[tuple[float, float]] = []
+
+    def add(self, start: float, end: float) -> None:
+        """A collective runs from `start` to `end`."""
+        bisect.insort(self._ahead, (start, end))
+
+    def beside(self, seconds: float, now: float) -> float:
+        """Seconds of compute that begins `now` and takes `seconds` where no collective runs."""
+        self._ahead = [(start, end) for start, end in self._ahead if end > now]
+        at, left = now, seconds
+        for start, end in self._ahead:
+            left -= max(0.0, min(start - at, left))
+            at = max(at, start)
+            if end > at and left:
+                slow = min(end - at, left / self.speed)
+                at, left = at + slow, max(0.0, left - slow * self.speed)
+            if not left:
+                break
+        return at + left - now

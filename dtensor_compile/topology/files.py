@@ -17,6 +17,7 @@
     launch = 4e-6                          # seconds
     peak = {2 = 989e12, 4 = 494e12}        # operations per second, by bytes of an element
     exact = 67e12                          # optional: those of float32 matmuls without TF32
+    contention = 0.19                      # optional: seconds of compute lost for a second of communication beside it
     [device.achieved]                      # optional: what it achieves, as tools/measure_device.py writes it
     basis = "measured on ..."              # optional, for reports; quality = "guess" where it is one
     memory = [[8192, 6.8e9], ...]          # bytes read and written, and bytes per second
@@ -161,7 +162,7 @@ def _collectives(value: Any, where: str) -> Iterator[tuple[str, int, Curve]]:
             yield kind, int(ranks), _curve(points, f"{where}.{kind}.{ranks}")
 
 
-_DEVICE_KEYS, _DEVICE_OPTIONAL = {"peak", "memory", "launch"}, {"exact", "achieved"}
+_DEVICE_KEYS, _DEVICE_OPTIONAL = {"peak", "memory", "launch"}, {"exact", "achieved", "contention"}
 
 
 def _device(value: Any, where: str) -> Device:
@@ -172,7 +173,10 @@ def _device(value: Any, where: str) -> Device:
         or not _DEVICE_KEYS <= value.keys() <= _DEVICE_KEYS | _DEVICE_OPTIONAL
         or not isinstance(value["peak"], Mapping)
     ):
-        keys = "peak (operations per second by bytes of an element), memory and launch; optional: exact and achieved"
+        keys = (
+            "peak (operations per second by bytes of an element), memory and launch; optional: exact, achieved and "
+            "contention"
+        )
         raise TopologyError(f"{where}: a device is {keys}, not {value!r}")
     try:
         peak = tuple(sorted((int(size), _number(rate, f"{where}.peak")) for size, rate in value["peak"].items()))
@@ -183,7 +187,10 @@ def _device(value: Any, where: str) -> Device:
     memory, launch = _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True)
     exact = _number(value["exact"], f"{where}.exact") if "exact" in value else None
     achieved = _achieved(value["achieved"], f"{where}.achieved") if "achieved" in value else None
-    return Device(peak, memory, launch, exact, achieved)
+    contention = _number(value["contention"], f"{where}.contention", zero=True) if "contention" in value else 0.0
+    if contention >= 1.0:
+        raise TopologyError(f"{where}.contention is {contention:g}: compute goes on beside communication only below 1")
+    return Device(peak, memory, launch, exact, achieved, contention)
 
 
 _BY_DTYPE, _DTYPES = ("matmul", "attention", "attention_backward"), {"bfloat16", "tf32", "float32"}
@@ -287,6 +294,8 @@ def device_values(device: Device) -> dict[str, Any]:
     }
     if device.exact is not None:
         found["exact"] = device.exact
+    if device.contention:
+        found["contention"] = device.contention
     if (this := device.achieved) is not None:
         found["achieved"] = {
             "basis": this.basis,

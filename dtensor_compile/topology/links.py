@@ -26,7 +26,8 @@ with the peak of TF32 for float32 where torch may use it, which by default it ma
 (``torch.backends.cuda.matmul.fp32_precision``). Where achieved rates of the device are known, by kind and size of the
 work, they replace the peaks, and include the launch (`topology/rates.py`).
 
-These are estimates: they compare one program with another on one machine. They ignore contention and fusion.
+These are estimates: they compare one program with another on one machine. They ignore fusion; what compute
+loses beside communication is part of the schedule (`report/schedule.py`).
 """
 
 from __future__ import annotations
