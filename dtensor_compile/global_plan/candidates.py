@@ -17,7 +17,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy, asked, strategies_on_one_dim
+from dtensor_compile.compat.dtensor.operator_strategies import (
+    DimStrategies,
+    Placements,
+    Strategy,
+    asked,
+    strategies_on_one_dim,
+)
 from dtensor_compile.compat.dtensor.specs import StridedShard
 from dtensor_compile.compat.dtensor.step_record import StepCall, makes_alias
 from dtensor_compile.global_plan.equal_calls import facts_of_call
@@ -39,7 +45,7 @@ class Candidates:
         self.mesh, self.shape = mesh, tuple(mesh.shape)
         self.without_rule: set[str] = set()
         self._dims = [mesh] if mesh.ndim == 1 else [mesh[name] for name in names]
-        self._single: BoundedCache[object, tuple[list[Strategy], bool]] = BoundedCache(1 << 14)
+        self._single: BoundedCache[object, DimStrategies] = BoundedCache(1 << 14)
         self._orders: BoundedCache[object, bool] = BoundedCache(1 << 14)
         self._whole: BoundedCache[object, tuple[Strategy, ...]] = BoundedCache(1 << 14)
 
@@ -66,7 +72,7 @@ class Candidates:
             return tuple(Strategy((), (placements,) * len(results)) for placements in self._of_all(results))
         views = len(tensors) == 1 and is_view(call)
         found: dict[Strategy, None] = {}
-        for combination in itertools.product(*(self._on_dim(call, i) for i in range(len(self.shape)))):
+        for combination in itertools.product(*(self.on_dim(call, i).found for i in range(len(self.shape)))):
             for factors in itertools.product(*(_orders(s, i, given) for i, s in enumerate(combination))):
                 inputs = _over_mesh([s.inputs for s in combination], factors)
                 if not all(self._even(x.shape, p) for x, p in zip(tensors, inputs)):
@@ -96,14 +102,14 @@ class Candidates:
         possible = [set(self.of_tensor(tensor)) for tensor in tensors]
         return [placements for placements in self.of_tensor(tensors[0]) if all(placements in p for p in possible)]
 
-    def _on_dim(self, call: StepCall, mesh_dim: int) -> list[Strategy]:
+    def on_dim(self, call: StepCall, mesh_dim: int) -> DimStrategies:
+        """What the rule of a call answers for one dim of the mesh."""
         key = self.shape[mesh_dim], facts_of_call(call)
         if key not in self._single:
             self._single[key] = strategies_on_one_dim(call, self._dims[mesh_dim])
-        found, has_rule = self._single[key]
-        if not has_rule:
+        if not self._single[key].has_rule:
             self.without_rule.add(call.name)
-        return found
+        return self._single[key]
 
     def _even(self, shape: Sequence[int], placements: Placements) -> bool:
         """Whether all ranks have shards of one size."""

@@ -86,28 +86,30 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
         budget: bytes a rank may hold; None for no limit.
         overlaps: whether redistributions of parameters and gradients run beside compute.
     """
+    search = _Search(model, budget, overlaps)
     if not overlaps:
-        choices, bound = _within(model, (1.0, 1.0), budget, overlaps)
+        choices, bound = search.within((1.0, 1.0))
         best = best_of(choices)
         return replace(best, bound=min(bound, best.seconds))
     found: list[Choice] = []
     bound = 0.0
     low, high = 0.0, _LARGEST
-    for search in range(len(_COMPUTE_BOUND) + _SEARCHES):
-        hiding = _COMPUTE_BOUND[search] if search < len(_COMPUTE_BOUND) else (low + high) / 2
+    for turn in range(len(_COMPUTE_BOUND) + _SEARCHES):
+        hiding = _COMPUTE_BOUND[turn] if turn < len(_COMPUTE_BOUND) else (low + high) / 2
         # For each w between 0 and 1, (1 - w) (compute + contention hidden) + w hidden + exposed is a lower bound.
         weights = 1.0 - hiding, (1.0 - hiding) * model.contention + hiding
-        choices, least = _within(model, weights, budget, overlaps)
+        choices, least = search.within(weights)
         # What a plan may lose in seconds for holding nothing: memory has a small price where it has none.
         price = _AS_FAST * choices[-1].seconds / max(1.0, choices[-1].memory)
-        found += [*choices, _at_price(model, weights, price, budget, overlaps)[0]]
+        found += [*choices, search.at_price(weights, price)[0]]
         bound = max(bound, least)
-        best = best_of(found)
+        fastest = min(best_of(found).seconds, *(choice.seconds for choice in found if choice.fits), math.inf)
         low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].busy else (low, min(high, hiding))
-        if search >= len(_COMPUTE_BOUND) - 1:
-            close = best.seconds - bound <= _TOLERANCE * best.seconds
+        if turn >= len(_COMPUTE_BOUND) - 1:
+            close = fastest - bound <= 2.0 * _TOLERANCE * fastest  # each search has that tolerance itself
             if close or low == 0.0:
                 break
+    best = best_of(found)
     return replace(best, bound=min(bound, best.seconds))
 
 
@@ -132,42 +134,51 @@ def best_of(found: Sequence[Choice]) -> Choice:
     return min((choice for choice in as_fast if choice.sent <= least), key=lambda choice: choice.memory)
 
 
-_Weights = tuple[float, float]
+class _Search:
+    """Searches for choices of one model by weighted sums of its parts: weights of compute and of hidden communication,
+    and a price of memory."""
 
+    def __init__(self, model: CostModel, budget: float | None, overlaps: bool) -> None:
+        self.model, self.budget, self.overlaps = model, budget, overlaps
+        self.order = model.order()
 
-def _within(model: CostModel, weights: _Weights, budget: float | None, overlaps: bool) -> tuple[list[Choice], float]:
-    """Choices for prices of memory between which the budget is met, and the best lower bound (Lagrangian).
-
-    Args:
-        weights: of compute and of hidden communication.
-    """
-    first, bound = _at_price(model, weights, 0.0, budget, overlaps)
-    found = [first]
-    if budget is None or first.fits:
+    def within(self, weights: tuple[float, float]) -> tuple[list[Choice], float]:
+        """Choices for prices of memory between which the budget is met, and the best lower bound (Lagrangian)."""
+        first, bound = self.at_price(weights, 0.0)
+        found = [first]
+        if self.budget is None or first.fits:
+            return found, bound
+        low, high = 0.0, None
+        price = first.seconds / self.budget
+        for _ in range(_PRICES):
+            choice, least = self.at_price(weights, price)
+            found.append(choice)
+            bound = max(bound, least - price * self.budget)
+            if choice.fits:
+                high = price
+            else:
+                low = price
+            price = price * 8.0 if high is None else float(np.sqrt(max(low, high * 1e-3) * high))
         return found, bound
-    low, high = 0.0, None
-    price = first.seconds / budget
-    for _ in range(_PRICES):
-        choice, least = _at_price(model, weights, price, budget, overlaps)
-        found.append(choice)
-        bound = max(bound, least - price * budget)
-        if choice.fits:
-            high = price
-        else:
-            low = price
-        price = price * 8.0 if high is None else float(np.sqrt(max(low, high * 1e-3) * high))
-    return found, bound
 
-
-def _at_price(
-    model: CostModel, weights: _Weights, price: float, budget: float | None, overlaps: bool
-) -> tuple[Choice, float]:
-    order = model.order()
-    solution = solve(model.problem(*weights, price), _TOLERANCE)
-    choice = [0] * len(order)
-    for i, x in zip(order, solution.choice):
-        choice[i] = x
-    compute, exposed, hidden, memory = map(float, model.parts(choice))
-    fits = budget is None or memory <= budget
-    sent, lost = model.sent(choice), model.contention
-    return Choice(tuple(choice), compute, exposed, hidden, memory, sent, 0.0, fits, overlaps, lost), solution.bound
+    def at_price(self, weights: tuple[float, float], price: float) -> tuple[Choice, float]:
+        """The best choices, and the lower bound on the sum."""
+        model = self.model
+        solution = solve(model.problem(*weights, price), _TOLERANCE)
+        choice = [0] * len(self.order)
+        for i, x in zip(self.order, solution.choice):
+            choice[i] = x
+        compute, exposed, hidden, memory = map(float, model.parts(choice))
+        made = Choice(
+            choice=tuple(choice),
+            compute=compute,
+            exposed=exposed,
+            hidden=hidden,
+            memory=memory,
+            sent=model.sent(choice),
+            bound=0.0,
+            fits=self.budget is None or memory <= self.budget,
+            overlaps=self.overlaps,
+            contention=model.contention,
+        )
+        return made, solution.bound

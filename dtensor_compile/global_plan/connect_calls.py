@@ -196,9 +196,9 @@ def taken_from(variables: StepVariables, choice: Sequence[int], call: int) -> tu
         if shared is None:
             found.append(None)
             continue
-        first, second = variables.model.variables[shared].choices[choice[shared]]  # type: ignore[misc]
+        first, second = variables.shared_pair(choice, shared)
         size, target = variables.step.tensors[number].nbytes, costs.codes([want])
-        seconds, _ = costs.between(costs.codes([first]), target, size)  # type: ignore[list-item]
-        other = costs.between(costs.codes([second]), target, size)  # type: ignore[list-item]
-        found.append(second if bool(is_better(seconds, *other)[0, 0]) else None)  # type: ignore[arg-type]
+        seconds, _ = costs.between(costs.codes([first]), target, size)
+        other = costs.between(costs.codes([second]), target, size)
+        found.append(second if bool(is_better(seconds, *other)[0, 0]) else None)
     return tuple(found)

@@ -4,21 +4,31 @@ Minimization", IEEE PAMI 2006) over a `PairwiseProblem`, with removal of choices
 Each pass over the variables in order and back raises a lower bound: the sum of the least costs of chains that share the
 variables' costs among them. Choices are made on the way forward, each the best for those made before and the messages
 from those after. While passing a variable, the bound with one of its choices held is known: a choice for which it is
-above the best cost found so far is removed. What remains is solved exactly (`elimination`) if it is small enough.
+above the best cost found so far is removed. What remains is solved exactly (`elimination`) if it is small enough; if
+not, the choices of a variable are divided among two problems, and the one with the lower bound is searched next (branch
+and bound), as long as that is little work.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dtensor_compile.global_plan.elimination import eliminate
+from dtensor_compile.global_plan.elimination import MOST_ENTRIES, eliminate
 from dtensor_compile.global_plan.pairwise_problem import PairwiseProblem, Solution
 
 #: Passes at most, and the passes after which a bound that rose by less than a fraction ends them.
 MOST_PASSES, PATIENCE, PROGRESS = 400, 12, 1e-5
+
+#: Passes without progress after which what remains is solved exactly if its tables are small, and their entries.
+SOON, SMALL = 2, 1 << 20
+
+#: Passes over a problem of a branch, and entries of tables of costs that passes over branches may read.
+BRANCH_PASSES, MOST_WORK = 24, 1 << 25
 
 
 @dataclass
@@ -29,7 +39,8 @@ class _State:
         left: per variable the choices that are left, as numbers in the problem.
         later, earlier: per variable its neighbors after and before it.
         down, up: by pair (i, j), messages from i to j and from j to i.
-        best: places in `left` of the best choices found.
+        best, cost: the best choices found, as numbers in the problem, and their cost.
+        bound: below which no choices that are left cost.
     """
 
     own: list[np.ndarray]
@@ -39,7 +50,7 @@ class _State:
     earlier: list[list[int]]
     down: dict[tuple[int, int], np.ndarray]
     up: dict[tuple[int, int], np.ndarray]
-    best: list[int] = field(default_factory=list)
+    best: tuple[int, ...] = ()
     cost: float = math.inf
     bound: float = -math.inf
 
@@ -56,6 +67,16 @@ class _State:
             total += self.up[i, j]
         return total
 
+    def improve(self, chosen: Sequence[int]) -> None:
+        """Takes choices, as places among those that are left, if they are better than the best."""
+        cost = PairwiseProblem(self.own, self.pairs).cost(chosen)
+        if cost < self.cost:
+            self.cost, self.best = cost, tuple(int(left[x]) for left, x in zip(self.left, chosen))
+
+    def closed(self, tolerance: float) -> bool:
+        """Whether no choices that are left are better than the best by more than a fraction."""
+        return self.cost - self.bound <= tolerance * abs(self.cost)
+
 
 def solve(problem: PairwiseProblem, tolerance: float = 0.0, most: int = MOST_PASSES) -> Solution:
     """A solution with its bound; exact where what remains is small enough to be solved exactly.
@@ -66,25 +87,76 @@ def solve(problem: PairwiseProblem, tolerance: float = 0.0, most: int = MOST_PAS
     """
     if not problem.own:
         return Solution((), 0.0, 0.0)
-    state = _start(problem)
+    root = _start(problem)
+    _pass(root, tolerance, most)
+    tolerance = max(tolerance, 1e-12)
+    if not root.closed(tolerance) and not _finish(root):
+        root = _branch(root, tolerance)
+    cost = problem.cost(root.best)
+    return Solution(root.best, cost, min(root.bound, cost))
+
+
+def _pass(this: _State, tolerance: float, most: int) -> None:
+    """Passes messages until the gap is closed, or the bound rises no more."""
     stalled = 0
     for _ in range(most):
-        before = state.bound
-        _forward(state)
-        _backward(state)
-        stalled = stalled + 1 if state.bound - before <= PROGRESS * abs(state.cost) else 0
-        if state.cost - state.bound <= tolerance * abs(state.cost) or stalled >= PATIENCE:
+        before = this.bound
+        _forward(this)
+        _backward(this)
+        stalled = stalled + 1 if this.bound - before <= PROGRESS * abs(this.cost) else 0
+        if this.closed(tolerance) or stalled == SOON and _finish(this, SMALL) or stalled >= PATIENCE:
             break
-    choice = tuple(int(left[x]) for left, x in zip(state.left, state.best))
-    found = Solution(choice, problem.cost(choice), min(state.bound, state.cost))
-    if found.cost - found.bound <= max(tolerance, 1e-12) * abs(found.cost):
-        return found
-    exact = eliminate(PairwiseProblem(state.own, state.pairs))
+
+
+def _finish(this: _State, most: int = MOST_ENTRIES) -> bool:
+    """Solves what remains exactly, if no table has more than `most` entries."""
+    exact = eliminate(PairwiseProblem(this.own, this.pairs), most)
     if exact is None:
-        return found
-    choice = tuple(int(left[x]) for left, x in zip(state.left, exact))
-    cost = problem.cost(choice)
-    return Solution(choice, cost, cost) if cost <= found.cost else Solution(found.choice, found.cost, found.cost)
+        return False
+    this.improve(exact)
+    this.bound = this.cost
+    return True
+
+
+def _branch(root: _State, tolerance: float) -> _State:
+    """Branch and bound: the best solution found, with the least bound of all branches."""
+    best, work, number, dropped = root, 0, 0, math.inf
+    heap = [(root.bound, number, root)]
+    while heap and work < MOST_WORK:
+        _, _, node = heapq.heappop(heap)
+        node.best, node.cost = best.best, best.cost
+        if node.closed(tolerance):
+            heap.append((node.bound, number + 1, node))
+            break
+        for child in _halves(node):
+            child.best, child.cost = best.best, best.cost
+            work += 2 * BRANCH_PASSES * sum(costs.size for costs in child.pairs.values())
+            _pass(child, tolerance, BRANCH_PASSES)
+            is_open = not child.closed(tolerance) and not _finish(child)
+            best = min(best, child, key=lambda state: state.cost)
+            number += 1
+            if is_open:
+                heapq.heappush(heap, (child.bound, number, child))
+            else:
+                dropped = min(dropped, child.bound)
+    bound = min([best.cost, dropped, *(bound for bound, _, _ in heap)])
+    return replace(best, bound=bound)
+
+
+def _halves(this: _State) -> Iterator[_State]:
+    """Two problems with half of the choices each of the variable that has most neighbors: the better ones, and the
+    rest."""
+    several = [i for i, left in enumerate(this.left) if len(left) > 1]
+    i = max(several, key=lambda i: (len(this.later[i]) + len(this.earlier[i]), len(this.left[i]), -i))
+    order = np.argsort(this.reparametrized(i), kind="stable")
+    for part in (order[: len(order) // 2], order[len(order) // 2 :]):
+        keep = np.zeros(len(order), bool)
+        keep[part] = True
+        child = replace(
+            this, own=[*this.own], pairs={**this.pairs}, left=[*this.left], down={**this.down}, up={**this.up}
+        )
+        _remove(child, i, keep)
+        yield child
 
 
 def _start(problem: PairwiseProblem) -> _State:
@@ -116,8 +188,7 @@ def _forward(this: _State) -> None:
         for j in this.later[i]:
             rounding += this.up[i, j]
         if math.isfinite(this.bound):
-            keep = total - total.min() <= this.cost - this.bound + 1e-12 * abs(this.cost)
-            keep[this.best[i]] = True
+            keep = total - total.min() <= max(0.0, this.cost - this.bound) + 1e-12 * abs(this.cost)
             if not keep.all():
                 _remove(this, i, keep)
                 total, rounding = total[keep], rounding[keep]
@@ -126,13 +197,10 @@ def _forward(this: _State) -> None:
         for j in this.later[i]:
             message = ((share * total - this.up[i, j])[:, None] + this.pairs[i, j]).min(axis=0)
             this.down[i, j] = message - message.min()
-    cost = PairwiseProblem(this.own, this.pairs).cost(chosen)
-    if cost < this.cost:
-        this.cost, this.best = cost, chosen
+    this.improve(chosen)
 
 
 def _remove(this: _State, i: int, keep: np.ndarray) -> None:
-    this.best[i] = int(np.count_nonzero(keep[: this.best[i]]))
     this.own[i], this.left[i] = this.own[i][keep], this.left[i][keep]
     for j in this.later[i]:
         this.pairs[i, j], this.up[i, j] = this.pairs[i, j][keep], this.up[i, j][keep]

@@ -45,6 +45,7 @@ class PlacementPlan:
         variables: its variables, with all choices that there were.
         known: the best plans of the kinds that people write.
         without_rule: operators for which DTensor has no rule: they run on replicated tensors.
+        modules: name of the class of each module, by path; ``"Linear"`` and ``"Embedding"`` also of their subclasses.
     """
 
     mesh: DeviceMesh
@@ -57,6 +58,7 @@ class PlacementPlan:
     variables: StepVariables = field(repr=False)
     known: Sequence[Alternative] = field(default=(), repr=False)
     without_rule: frozenset[str] = frozenset()
+    modules: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def results(self) -> dict[str, Placements]:
@@ -150,7 +152,13 @@ def place(
     kept = _fixed(model, mesh, (args, kwargs), fixed or {})
     on = torch.device(mesh.device_type) if mesh.device_type != "cuda" else None
     step = record_step(model, args, kwargs, loss or sum_of_results, on)
-    return plan_step(step, mesh, _cluster(topology, mesh), states=states, fixed=kept, memory=memory)
+    plan = plan_step(step, mesh, _cluster(topology, mesh), states=states, fixed=kept, memory=memory)
+    return replace(plan, modules={path: _kind(module) for path, module in model.named_modules()})
+
+
+def _kind(module: nn.Module) -> str:
+    known = next((base for base in (nn.Linear, nn.Embedding) if isinstance(module, base)), type(module))
+    return known.__name__
 
 
 def plan_step(

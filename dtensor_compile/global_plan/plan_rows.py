@@ -99,8 +99,7 @@ class _Moves:
 
     def comes(self, number: int) -> Placements:
         """The placements in which a tensor comes."""
-        source = self.variables.sources[number]
-        return self.variables.costs.placements[int(source.placements[self.choice[source.variable]])]
+        return self.variables.placements_of(self.choice, number)
 
     def of(self, variable: int) -> tuple[Move, ...]:
         """Those of a variable."""
@@ -172,11 +171,11 @@ def _add_shared(variables: StepVariables, choice: Sequence[int], moves: _Moves) 
             if key in variables.shared and key not in done:
                 done.add(key)
                 shared = variables.shared[key]
-                first, second = variables.model.variables[shared].choices[choice[shared]]
-                moves.add(variables.of_call[number], "for several calls", tensor, first, second)  # type: ignore[arg-type]
+                first, second = variables.shared_pair(choice, shared)
+                moves.add(variables.of_call[number], "for several calls", tensor, first, second)
 
 
-class Difference(NamedTuple):
+class RowDifference(NamedTuple):
     """A row of two plans that is not the same in both; None where a plan has no such row."""
 
     before: PlanRow | None
@@ -192,10 +191,10 @@ def _seconds(row: PlanRow | None) -> float:
     return 0.0 if row is None else row.compute + row.exposed + row.hidden
 
 
-def differences(before: Sequence[PlanRow], after: Sequence[PlanRow]) -> list[Difference]:
+def differences(before: Sequence[PlanRow], after: Sequence[PlanRow]) -> list[RowDifference]:
     """Rows that are not placed or redistributed in the same way, in the order of the step."""
     rows = [_by_place(before), _by_place(after)]
-    found = [Difference(rows[0].get(key), rows[1].get(key)) for key in dict.fromkeys([*rows[1], *rows[0]])]
+    found = [RowDifference(rows[0].get(key), rows[1].get(key)) for key in dict.fromkeys([*rows[1], *rows[0]])]
     return [this for this in found if _placing(this.before) != _placing(this.after)]
 
 

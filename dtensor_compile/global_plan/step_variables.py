@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -141,6 +141,15 @@ class StepVariables:
     def strategy(self, choice: Sequence[int], call: int) -> Strategy:
         """The strategy of a call in a choice for each variable."""
         return self.strategies[self.of_call[call]][choice[self.of_call[call]]]
+
+    def shared_pair(self, choice: Sequence[int], variable: int) -> tuple[Placements, Placements]:
+        """The placements in which a shared tensor comes, and those in which it is made available besides."""
+        return cast("tuple[Placements, Placements]", self.model.variables[variable].choices[choice[variable]])
+
+    def placements_of(self, choice: Sequence[int], tensor: int) -> Placements:
+        """The placements in which a tensor comes in a choice for each variable."""
+        source = self.sources[tensor]
+        return self.costs.placements[int(source.placements[choice[source.variable]])]
 
     def _choices(self, number: int, call: StepCall, given: Sequence[tuple[Placements, ...]]) -> tuple[Strategy, ...]:
         """The strategies of a call: the one that it keeps, or all that it can have, that of its recording included."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_leaves, tree_map
@@ -28,6 +29,7 @@ from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.specs import spec_as_of_views
 from dtensor_compile.compat.dtensor.step_record import Placements, StepCall, Strategy
 from dtensor_compile.compat.patches import needs, patch
+from dtensor_compile.errors import one_line
 
 
 class _Asked(threading.local):
@@ -71,9 +73,24 @@ def _metas(result: Any) -> Any:
 _REFUSALS = (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError, KeyError)
 
 
-def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
-    """The strategy that DTensor's rule chooses for inputs with these placements, some of which it may redistribute;
-    None if it refuses them."""
+@dataclass(frozen=True)
+class Refusal:
+    """Why an operator does not take an input in some placement over a mesh dim.
+
+    Attributes:
+        input: number of the tensor among its inputs.
+        placement: that it does not take.
+        reason: what the rule raises, or does instead.
+    """
+
+    input: int
+    placement: Placement
+    reason: str
+
+
+def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | str:
+    """The strategy that DTensor's rule chooses for inputs with these placements, some of which it may redistribute; the
+    reason if it refuses them."""
     placements = iter(given)
 
     def spec(value: Any) -> Any:
@@ -89,8 +106,8 @@ def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strate
     _asked.call = call
     try:
         decision = propagator.propagate_op_sharding_non_cached(schema)
-    except _REFUSALS:
-        return None
+    except _REFUSALS as error:
+        return f"{type(error).__name__}: {one_line(error)}"
     finally:
         _asked.call = None
     used = decision.redistribute_schema if decision.needs_redistribute else schema
@@ -98,7 +115,7 @@ def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strate
     inputs = _placements((used.args_schema, used.kwargs_schema or schema.kwargs_schema))
     outputs = _placements(decision.output_spec)
     if len(inputs) != len(given) or len(outputs) != len(call.outputs):
-        return None
+        return "the rule says nothing of some of its tensors"
     return Strategy(inputs, outputs)
 
 
@@ -109,31 +126,60 @@ def _placements(value: Any) -> tuple[Placements, ...]:
 def asked(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
     """The strategy with exactly these inputs; None if DTensor's rule refuses them or redistributes one."""
     found = ask(call, mesh, given)
-    return found if found is not None and found.inputs == tuple(given) else None
+    return found if isinstance(found, Strategy) and found.inputs == tuple(given) else None
 
 
-def strategies_on_one_dim(call: StepCall, mesh: DeviceMesh) -> tuple[list[Strategy], bool]:
-    """The strategies over a mesh of one dim, and whether DTensor has a rule for the operator.
+@dataclass(frozen=True)
+class DimStrategies:
+    """What a rule answers for a mesh of one dim.
 
-    A dim of a tensor counts only if its size divides evenly. Without a rule everything is replicated.
+    Attributes:
+        found: the strategies; without a rule everything is replicated.
+        refused: placements of single inputs that are in none of them.
+        has_rule: whether DTensor has a rule for the operator.
     """
+
+    found: list[Strategy]
+    refused: list[Refusal]
+    has_rule: bool
+
+
+def strategies_on_one_dim(call: StepCall, mesh: DeviceMesh) -> DimStrategies:
+    """The strategies over a mesh of one dim. A dim of a tensor counts only if its size divides evenly."""
     tensors, size = tensor_leaves((call.args, call.kwargs)), mesh.size()
     everywhere: list[Placements] = [(Replicate(),)] * len(tensors)
     replicated = asked(call, mesh, everywhere)
     outputs = ((Replicate(),),) * len(call.outputs)
     found: dict[Strategy, None] = {replicated or Strategy(tuple(everywhere), outputs): None}
+    refused: list[Refusal] = []
     for i, tensor in enumerate(tensors if replicated else ()):
         for dim in range(tensor.ndim):
             cut: Placements = (Shard(dim),)
-            if tensor.shape[dim] % size == 0 and not any(strategy.inputs[i] == cut for strategy in found):
+            if tensor.shape[dim] % size:
+                refused.append(Refusal(i, cut[0], f"{tensor.shape[dim]} does not divide into {size} even shards"))
+            elif not any(strategy.inputs[i] == cut for strategy in found):
                 answer = ask(call, mesh, [*everywhere[:i], cut, *everywhere[i + 1 :]])
-                if answer is not None and answer.inputs[i] == cut:
+                if isinstance(answer, Strategy) and answer.inputs[i] == cut:
                     found[answer] = None
+                else:
+                    refused.append(Refusal(i, cut[0], _why_not(answer, i)))
     for given in _partial_inputs(tensors) if replicated else ():
-        answer = asked(call, mesh, given)
-        if answer is not None:
+        answer = ask(call, mesh, given)
+        if isinstance(answer, Strategy) and answer.inputs == tuple(given):
             found[answer] = None
-    return list(found), replicated is not None
+        else:
+            i = next(i for i, (placement,) in enumerate(given) if placement.is_partial())
+            refused.append(Refusal(i, given[i][0], _why_not(answer, i)))
+    taken = {(i, placement) for strategy in found for i, (placement,) in enumerate(strategy.inputs)}
+    left = [this for this in dict.fromkeys(refused) if (this.input, this.placement) not in taken]
+    return DimStrategies(list(found), left, replicated is not None)
+
+
+def _why_not(answer: Strategy | str, i: int) -> str:
+    if isinstance(answer, str):
+        return answer
+    (instead,) = answer.inputs[i]
+    return f"the rule redistributes it to {instead}"
 
 
 def _partial_inputs(tensors: Sequence[torch.Tensor]) -> list[list[Placements]]:
@@ -143,4 +189,13 @@ def _partial_inputs(tensors: Sequence[torch.Tensor]) -> list[list[Placements]]:
     return [[(Partial() if i in group else Replicate(),) for i in range(len(tensors))] for group in groups]
 
 
-__all__ = ["Placements", "Strategy", "ask", "asked", "results_known", "strategies_on_one_dim"]
+__all__ = [
+    "DimStrategies",
+    "Placements",
+    "Refusal",
+    "Strategy",
+    "ask",
+    "asked",
+    "results_known",
+    "strategies_on_one_dim",
+]

@@ -107,7 +107,7 @@ class _Recorder(Calls):
         call = StepCall(func, plain_args, plain_kwargs, plain_result, inputs, outputs, phase, self._module(phase))
         placed = Strategy(tuple(placements_of(x, mesh) for x in given), tuple(placements_of(x, mesh) for x in made))
         taken = ask(call, mesh, placed.inputs)
-        if taken is None or taken.outputs != placed.outputs:
+        if not isinstance(taken, Strategy) or taken.outputs != placed.outputs:
             taken = placed
         self.step.taken[len(self.step.calls)] = taken
         if torch.Tag.nondeterministic_seeded in func.tags:  # what is drawn depends on the shards
@@ -118,7 +118,7 @@ class _Recorder(Calls):
     def _module(self, phase: str) -> str:
         if phase == FORWARD:
             sequence = torch.autograd._get_sequence_nr() - 1
-            self._modules[sequence] = self.module
+            self._modules.setdefault(sequence, self.module)  # later calls may make no node
             return self.module
         node = torch._C._current_autograd_node()
         return "" if node is None else self._modules.get(node._sequence_nr(), "")

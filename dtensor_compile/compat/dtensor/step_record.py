@@ -175,7 +175,7 @@ class _Recorder(TorchDispatchMode):
     def _module(self) -> str:
         if self.phase == FORWARD:
             sequence = torch.autograd._get_sequence_nr() - 1
-            self._modules[sequence] = self.path[-1]
+            self._modules.setdefault(sequence, self.path[-1])  # later calls may make no node
             return self.path[-1]
         node = torch._C._current_autograd_node()
         return "" if node is None else self._modules.get(node._sequence_nr(), "")
