@@ -115,6 +115,9 @@ def _print_holders(rows: Sequence[PlanRow], console: Console) -> None:
 
 
 def _print_differences(shown: ShownDifferences, console: Console) -> None:
+    if not shown.rows:
+        console.print(f"no row differs from {shown.other}", highlight=False)
+        return
     table = Table(title=f"differences from {shown.other}", title_justify="left")
     for column in ("module", "operator", "there", "here"):
         table.add_column(column, overflow="fold")

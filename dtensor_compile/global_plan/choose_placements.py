@@ -21,8 +21,9 @@ _COMPUTE_BOUND, _LARGEST, _SEARCHES = (0.001, 0.1), 0.999, 4
 #: and fraction of the bytes within which one that holds less is.
 _AS_FAST, _AS_FEW = 0.005, 0.02
 
-#: Gap of one search at which it ends, and searches for a price of memory.
-_TOLERANCE, _PRICES = 1e-3, 10
+#: Gap of one search at which it ends, gap at which no other weights are tried, and searches for a price of memory. What
+#: plans of equal time differ in, at small prices, is within a hundredth of a percent.
+_TOLERANCE, _CLOSE, _PRICES = 1e-4, 1e-3, 10
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
         fastest = min(best_of(found).seconds, *(choice.seconds for choice in found if choice.fits), math.inf)
         low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].busy else (low, min(high, hiding))
         if turn >= len(_COMPUTE_BOUND) - 1:
-            close = fastest - bound <= 2.0 * _TOLERANCE * fastest  # each search has that tolerance itself
+            close = fastest - bound <= _CLOSE * fastest
             if close or low == 0.0:
                 break
     best = best_of(found)

@@ -69,12 +69,22 @@ class _Connections:
                 for (user, _, stays), want in zip(using, wanted):
                     shares = self._from_either(first, second, want, use.size)
                     self._pair(variable, user, self.costs.unmoved(first, want) if stays else shares, count, hidden)
+                    self._add_saved(variable, user, first, want, count)
                 return variable
         for (user, _, stays), want in zip(using, wanted):
             have = source.placements
             costs = self.costs.unmoved(have, want) if stays else self.costs.between(have, want, use.size)
             self._pair(source.variable, user, costs, count, hidden)
+            self._add_saved(source.variable, user, have, want, count)
         return None
+
+    def _add_saved(self, variable: int, user: int, have: np.ndarray, want: np.ndarray, count: int) -> None:
+        """A copy that a call of `user` makes a view of for the backward pass is held."""
+        held = self.variables.saved_views.get(user)
+        if held is not None and variable != user:
+            self.model.add_pair_memory(
+                variable, user, np.where(have[:, None] == want[None, :], 0.0, count * held[None, :])
+            )
 
     def _wanted(self, variable: int, place: int) -> np.ndarray:
         """Numbers of the placements in which the strategies of a call want an argument."""

@@ -2,7 +2,8 @@
 
 Variables:
 
-- a parameter or an input: its placements. A parameter costs memory: itself, its gradient, its optimizer states.
+- a parameter, a buffer or an input: its placements. It costs its memory; a parameter also that of its gradient and
+  optimizer states.
 - a class of equal calls: one of its strategies. It costs the seconds of the roofline on shards, and the memory of what
   it makes in the forward pass for the backward pass.
 - a result of the model: placements that are not partial, for the program to use.
@@ -67,16 +68,18 @@ class PairCost:
     Attributes:
         exposed, hidden: seconds of redistributions that are in the way of compute, and of those that are not.
         sent: bytes that a rank sends.
+        memory: bytes that a rank holds for the backward pass because of a redistribution.
     """
 
     exposed: np.ndarray
     hidden: np.ndarray
     sent: np.ndarray
+    memory: np.ndarray
 
     def restricted(self, rows: Sequence[int], columns: Sequence[int]) -> PairCost:
         """Of some choices of both."""
         part = np.ix_(rows, columns)
-        return PairCost(self.exposed[part], self.hidden[part], self.sent[part])
+        return PairCost(self.exposed[part], self.hidden[part], self.sent[part], self.memory[part])
 
 
 @dataclass
@@ -108,12 +111,18 @@ class CostModel:
         if i > j:
             i, j, seconds, sent = j, i, seconds.T, sent.T
         zero = np.zeros((len(self.variables[i].choices), len(self.variables[j].choices)))
-        known = self.pairs.setdefault((i, j), PairCost(zero, zero, zero))
+        known = self.pairs.setdefault((i, j), PairCost(zero, zero, zero, zero))
         if hidden:
             known.hidden = known.hidden + seconds
         else:
             known.exposed = known.exposed + seconds
         known.sent = known.sent + sent
+
+    def add_pair_memory(self, i: int, j: int, memory: np.ndarray) -> None:
+        """Adds bytes ``[choice of i, choice of j]`` to a pair that has costs."""
+        if i > j:
+            i, j, memory = j, i, memory.T
+        self.pairs[i, j].memory = self.pairs[i, j].memory + memory
 
     def parts(self, choice: Sequence[int]) -> np.ndarray:
         """Seconds of compute, exposed and hidden communication, and bytes of memory, of a choice for each variable."""
@@ -124,6 +133,7 @@ class CostModel:
         for (i, j), pair in self.pairs.items():
             total[EXPOSED] += pair.exposed[choice[i], choice[j]]
             total[HIDDEN] += pair.hidden[choice[i], choice[j]]
+            total[MEMORY] += pair.memory[choice[i], choice[j]]
         return total
 
     def sent(self, choice: Sequence[int]) -> float:
@@ -157,7 +167,7 @@ class CostModel:
         pairs: dict[tuple[int, int], np.ndarray] = {}
         places = {i: place for place, i in enumerate(self.order())}
         for (i, j), pair in self.pairs.items():
-            costs = _finite(pair.exposed + hidden * pair.hidden)
+            costs = _finite(pair.exposed + hidden * pair.hidden + price * pair.memory)
             if i == j:
                 own[i] = np.minimum(own[i] + costs.diagonal(), IMPOSSIBLE)
             elif places[i] < places[j]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,9 @@ from dtensor_compile.topology.files import topology as read_topology
 from dtensor_compile.topology.links import Cluster, assumed_cluster
 from dtensor_compile.topology.network import plans_for
 
+#: Gap from which a plan is compared with known ones.
+_CLOSE = 0.01
+
 
 @dataclass(frozen=True)
 class PlacementPlan:
@@ -43,7 +47,6 @@ class PlacementPlan:
         budget: bytes that a rank may hold; None for no limit.
         step: the step as recorded.
         variables: its variables, with all choices that there were.
-        known: the best plans of the kinds that people write.
         without_rule: operators for which DTensor has no rule: they run on replicated tensors.
         modules: name of the class of each module, by path; ``"Linear"`` and ``"Embedding"`` also of their subclasses.
     """
@@ -56,9 +59,13 @@ class PlacementPlan:
     budget: float | None
     step: RecordedStep = field(repr=False)
     variables: StepVariables = field(repr=False)
-    known: Sequence[Alternative] = field(default=(), repr=False)
     without_rule: frozenset[str] = frozenset()
     modules: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def known(self) -> Sequence[Alternative]:
+        """The best plans of the kinds that people write; each takes a search."""
+        return known_plans(self.variables, self.mesh.mesh_dim_names or (), self.budget)
 
     @property
     def results(self) -> dict[str, Placements]:
@@ -178,8 +185,8 @@ def plan_step(
     """
     variables, without_rule = build_variables(step, mesh, cluster, states=states, fixed=fixed)
     choice = choose_placements(variables.model, memory, overlaps)
-    known = known_plans(variables, mesh.mesh_dim_names or (), memory)
-    if overlaps:  # the search is over weighted sums, and may miss a plan between two of them
+    if overlaps and choice.gap > _CLOSE:  # the search is over weighted sums, and may miss a plan between two of them
+        known = known_plans(variables, mesh.mesh_dim_names or (), memory)
         better = best_of([choice, *(this.choice for this in known if this.choice is not None)])
         choice = replace(better, bound=min(choice.bound, better.seconds))
 
@@ -196,7 +203,6 @@ def plan_step(
         memory,
         step,
         variables,
-        known,
         without_rule,
     )
 

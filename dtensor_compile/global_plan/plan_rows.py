@@ -114,7 +114,7 @@ def plan_rows(variables: StepVariables, choice: Choice) -> list[PlanRow]:
 
     Sums over them are those of the choice: compute, exposed and hidden seconds, bytes sent and held.
     """
-    moves = _all_moves(variables, choice.choice)
+    moves, saved = _all_moves(variables, choice.choice), _saved_copies(variables, choice.choice)
     rows = []
     for number in variables.model.order():
         variable, x = variables.model.variables[number], choice.choice[number]
@@ -124,10 +124,20 @@ def plan_rows(variables: StepVariables, choice: Choice) -> list[PlanRow]:
             rows.append(
                 PlanRow(
                     variable.kind, variable.name, variable.module, variable.phase, variable.count, inputs, outputs,
-                    compute, memory, moves.of(number),
+                    compute, memory + saved[number], moves.of(number),
                 )
             )  # fmt: skip
     return sorted(rows, key=lambda row: row.kind in ("call", "result"))
+
+
+def _saved_copies(variables: StepVariables, choice: Sequence[int]) -> dict[int, float]:
+    """Bytes of redistributed copies that are held for the backward pass, by the variable that makes views of them."""
+    found: dict[int, float] = defaultdict(float)
+    for (i, j), pair in variables.model.pairs.items():
+        held = float(pair.memory[choice[i], choice[j]])
+        if held:
+            found[i if i in variables.saved_views else j] += held
+    return found
 
 
 def _placed(variable: Variable, x: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

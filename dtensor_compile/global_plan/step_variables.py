@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch.distributed.tensor import Replicate
 
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
@@ -58,6 +57,8 @@ class StepVariables:
         shared: by number of a tensor and phase, the variable of what its calls share.
         stays: tensors that calls must read as they come (`RecordedStep.stays`).
         only_parameters: numbers of tensors that are computed from parameters alone.
+        saved_views: of calls that make a view of a parameter, buffer or input for the backward pass, by variable, the
+            bytes of their choices: they are held if the view is one of a redistributed copy.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StepVariables:
         self.sources: dict[int, TensorSource] = {}
         self.strategies: dict[int, Sequence[Strategy]] = {}
         self.only_parameters: set[int] = set()
+        self.saved_views: dict[int, np.ndarray] = {}
         self.stays = step.stays()
         self._add_given()
         self._add_calls()
@@ -91,14 +93,10 @@ class StepVariables:
                     choices = (fixed,) if fixed else self.candidates.of_tensor(tensor, kind != "buffer")
                     count = counts[key] if fixed is None else 1
                     known[key] = self.model.add(Variable(kind, key, key.rpartition(".")[0], FORWARD, choices, count))
-                    if kind == "parameter":
-                        self._add_state(known[key], tensor, choices, count)
+                    states = self.settings.states if kind == "parameter" and tensor.requires_grad else 0.0
+                    held = [local_bytes(tensor, placements, self.costs.mesh_shape) for placements in choices]
+                    self.model.memory[known[key]] += count * (1.0 + states) * np.array(held)
                 self._given(number, known[key], self.model.variables[known[key]].choices, kind == "parameter")
-
-    def _add_state(self, variable: int, tensor: torch.Tensor, choices: Sequence[Placements], count: int) -> None:
-        whole = 1.0 + (self.settings.states if tensor.requires_grad else 0.0)
-        held = [local_bytes(tensor, placements, self.costs.mesh_shape) for placements in choices]
-        self.model.memory[variable] += count * whole * np.array(held)
 
     def _given(self, number: int, variable: int, choices: Any, is_parameter: bool) -> None:
         self.of_tensor[number] = variable
@@ -112,6 +110,7 @@ class StepVariables:
         counts = Counter(classes)
         variables: dict[int, int] = {}
         saved, in_place = self._saved(), {call for call, _ in self.stays}
+        given_memory, mesh_shape = {self.step.memory[x] for x in self.of_tensor}, self.costs.mesh_shape
         for call, number in zip(self.step.calls, classes):
             given = tuple(self._placements(x) for x in call.inputs)
             if number not in variables:
@@ -135,8 +134,11 @@ class StepVariables:
                     made_in = [pinned] * len(made_in)
                 self.sources[output] = TensorSource(variable, place, self.costs.codes(made_in))
                 if output in saved:
-                    held = [local_bytes(self.step.tensors[output], p, self.costs.mesh_shape) for p in made_in]
-                    self.model.memory[variable] += np.array(held)
+                    held = np.array([local_bytes(self.step.tensors[output], p, mesh_shape) for p in made_in])
+                    if is_view(call) and self.step.memory[output] in given_memory:
+                        self.saved_views[variable] = held
+                    else:
+                        self.model.memory[variable] += held
 
     def strategy(self, choice: Sequence[int], call: int) -> Strategy:
         """The strategy of a call in a choice for each variable."""

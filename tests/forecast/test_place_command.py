@@ -1,6 +1,7 @@
 """``dtensor-compile place``."""
 
 import json
+import re
 
 import torch
 
@@ -46,12 +47,63 @@ def test_a_budget_that_nothing_fits(capsys):
     assert "no plan fits into 1 KiB: the nearest, above, needs" in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_holds_the_memory_is_said(capsys):
+    assert main(["place", HERE + "tokens", "--mesh", "tp=4", "--memory", "0.001MB"]) == 1
+    out = capsys.readouterr().out
+    assert "what holds the memory" in out and "gradient and states" in out
+
+
+def test_another_plan_is_compared_by_name_and_by_file(capsys, tmp_path):
+    saved = tmp_path / "plan.json"
+    assert main(["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--json", str(saved)]) == 0
+    capsys.readouterr()
+    assert main(["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--compare", str(saved)]) == 0
+    assert "no row differs" in capsys.readouterr().out
+    name = "fully_shard over dp x tensor parallel over tp"
+    assert main(["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--compare", name]) == 0
+    out = capsys.readouterr().out
+    assert f"differences from {name}" in out and "no row differs" not in out
+
+
+def test_what_the_rules_refuse_is_said(capsys):
+    found = placed(capsys, HERE + "tokens", "--mesh", "tp=4", "--value", "0")
+    assert found["refused"] == [["aten.embedding", "tp", "1", "S(0)", "2 does not divide into 4 even shards"]]
+
+
+def test_forms_of_code(capsys):
+    for form, name in (("tensors", "distribute"), ("styles", "parallelize"), ("marks", "mark")):
+        assert main(["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--form", form, "--code", "-"]) == 0
+        scope: dict = {}
+        exec(capsys.readouterr().out, scope)
+        assert callable(scope[name])
+
+
+def test_the_page(tmp_path):
+    file = tmp_path / "plan.html"
+    arguments = ["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--memory", "0.001MB", "--html", str(file)]
+    assert main(arguments) == 1
+    page = file.read_text()
+    assert "default-src 'none'" in page and "<script" not in page
+    rows = re.findall(r"<tr.*?>(.*?)</tr>", page, re.DOTALL)
+    texts = [
+        [re.sub("<.*?>", "", cell).strip() for cell in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row)] for row in rows
+    ]
+    assert ["plan", "step", "compute", "exposed", "hidden", "sent", "memory"] in texts
+    assert any(text[0].startswith("aten.mm") and "-&gt;" in text[1] for text in texts)
+    assert "too much" in page
+
+
 def test_bad_input(capsys):
     for arguments, message in (
         ([HERE + "tokens"], "--mesh is missing"),
         ([HERE + "step", "--mesh", "tp=2"], "returns no model and its inputs"),
         ([HERE + "tokens", "--mesh", "tp=2", "--value", "9.up"], "'9.up' is no parameter, input or module"),
         ([HERE + "tokens", "--mesh", "tp=2", "--loss", "huber"], "--loss huber is none of"),
+        (
+            [HERE + "tokens", "--mesh", "tp=2", "--compare", "megatron"],
+            "neither a known plan (data parallel",
+        ),
+        ([HERE + "tokens", "--mesh", "a=1,b=1,c=2", "--form", "styles", "--code", "-"], "one or two dims, not 3"),
     ):
         assert main(["place", *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
