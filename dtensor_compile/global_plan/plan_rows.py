@@ -158,7 +158,8 @@ def _all_moves(variables: StepVariables, choice: Sequence[int]) -> _Moves:
         if tensor in makers:
             call_number, place = makers[tensor]
             made = variables.strategy(choice, call_number).outputs[place]
-            moves.add(variables.of_call[call_number], "result", tensor, made, pinned)
+            what = "gradient" if tensor in step.leaf_gradients else "result"
+            moves.add(variables.of_call[call_number], what, tensor, made, pinned)
     _add_shared(variables, choice, moves)
     for name, tensor in step.gradients.items():
         parameter = moves.comes(step.parameters[name])

@@ -173,7 +173,7 @@ class StepVariables:
         size = self.step.tensors[number].nbytes
         costs = self.costs.unmoved(have, want) if in_place else self.costs.between(have, want, size)
         both = [np.where(np.eye(len(made_in), dtype=bool), part, 0.0) for part in costs]
-        self.model.add_pair(variable, variable, both[0], both[1], False)
+        self.model.add_pair(variable, variable, both[0], both[1], number in self.step.leaf_gradients)
 
     def _placements(self, number: int) -> tuple[Placements, ...]:
         """The placements in which a tensor can come; constants are replicated."""

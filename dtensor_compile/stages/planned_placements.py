@@ -88,23 +88,23 @@ def _leave_alone(why: str, this: Compilation) -> None:
     this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}", left_alone=True)])
 
 
-def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedCalls | None:
+def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedCalls:
     cluster = this.options.topology or assumed_cluster(mesh.device_type)
     fixed = {str(i): step.placements[number] for i, number in enumerate(step.inputs)}
     variables = connected_variables(step, mesh, CostSettings(cluster.device, 0.0, fixed))
     choice = choose_placements(variables.model, overlaps=this.options.schedule)
     greedy = _greedy(step, variables)
+    calls = range(len(step.calls))
     if not choice.possible or greedy.seconds <= choice.seconds:
         why = "no other placements are possible" if not choice.possible else "no others are faster, by estimate"
         this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}")])
-        return None
+        return PlannedCalls(step, [step.taken[call] for call in calls], [(None,) * len(c.inputs) for c in step.calls])
     reason = (
         f"placements for {len(step.calls)} calls together: {choice.seconds * 1e3:.3f} ms and {choice.sent:,.0f} bytes "
         f"a step by estimate, instead of {greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes; at most "
         f"{choice.gap:.1%} above the best"
     )
     this.log.decided([Decision(GLOBAL_PLAN, "", reason)])
-    calls = range(len(step.calls))
     strategies = [variables.strategy(choice.choice, call) for call in calls]
     return PlannedCalls(step, strategies, [taken_from(variables, choice.choice, call) for call in calls])
 

@@ -94,6 +94,7 @@ class RecordedStep:
         results: numbers of what each module returned last, by its path.
         came: placements of tensors that come from elsewhere than a call of the step, or a parameter or input.
         pinned: placements in which tensors are made whatever their call makes, as code outside of the calls reads them.
+        leaf_gradients: those of `pinned` that are gradients of leaves: made in the placements of their leaves.
         kept: by number of a call, the strategy that it keeps.
         placements: of DTensors, those that they had.
         taken: by number of a call, the strategy with which it ran.
@@ -109,6 +110,7 @@ class RecordedStep:
     results: dict[str, tuple[int, ...]] = field(default_factory=dict)
     came: dict[int, Placements] = field(default_factory=dict)
     pinned: dict[int, Placements] = field(default_factory=dict)
+    leaf_gradients: set[int] = field(default_factory=set)
     kept: dict[int, Strategy] = field(default_factory=dict)
     placements: dict[int, Placements] = field(default_factory=dict)
     taken: dict[int, Strategy] = field(default_factory=dict)
