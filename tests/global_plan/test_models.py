@@ -46,6 +46,7 @@ def trains_as_the_plain_model(name, mesh, **options):
                 optimizer.step()
                 optimizer.zero_grad()
     assert not recording.breaks
+    assert not [d.reason for d in recording.decisions if d.kind == "global_plan" and d.left_alone]
     return plan
 
 

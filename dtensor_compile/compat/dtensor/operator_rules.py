@@ -89,6 +89,7 @@ def strategy_of(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpS
 
 
 def replicated(schema: OpSchema) -> Layouts:
+    """All tensors replicated."""
     return [[Replicate()] * (len(schema.op._schema.returns) + len(schema.args_strategy))]
 
 
@@ -96,3 +97,7 @@ def anywhere(schema: OpSchema) -> Layouts:
     """One tensor in, one out, with the same placement, whichever it is."""
     (value,) = schema.args_strategy
     return [[p, p] for p in {p: None for s in value.strategies for p in s.output_spec.placements}]
+
+
+#: torch decomposes this one to find a rule, and then runs it on shards with the global number of rows.
+RULES[aten.native_group_norm_backward.default] = replicated

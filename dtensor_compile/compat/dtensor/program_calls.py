@@ -6,11 +6,13 @@ calls in the same order while AOTAutograd traces the graph, so that a call is kn
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -207,7 +209,9 @@ def record_program(
     recorder = _Recorder(step, FakeTensorMode())
     step.inputs = [recorder.number(value, value.device_mesh) for value in dtensors_in(values)]
     step.came.clear()
-    with torch.enable_grad(), mode, recorder:
+    # As AOTAutograd traces: composite operators are decomposed in Python.
+    decomposed = enable_python_dispatcher() if mode.shape_env is not None else contextlib.nullcontext()
+    with torch.enable_grad(), mode, decomposed, recorder:
         results = _Interpreter(program, recorder, module_of).run(*values)
         recorder.pin(results)
         ends = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -10,7 +10,7 @@ it differentiates, which the sequence number of its autograd node names.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,10 @@ FORWARD, BACKWARD = "forward", "backward"
 
 #: Placements over the dims of a mesh.
 Placements = tuple[Placement, ...]
+
+#: Operators that DTensor runs on the local tensors of weights as they are stored, whatever its rule says, and the
+#: places of these weights among their tensors (`torch.distributed.tensor._tp_conv`).
+_AS_STORED = {"aten::convolution": (1, 2), "aten::convolution_backward": (2,)}
 
 #: Operators that return their argument, or something that is no tensor.
 TRANSPARENT = frozenset({"aten::detach", "aten::alias", "prim::device", "aten::lift_fresh"})
@@ -95,6 +99,7 @@ class RecordedStep:
         came: placements of tensors that come from elsewhere than a call of the step, or a parameter or input.
         pinned: placements in which tensors are made whatever their call makes, as code outside of the calls reads them.
         leaf_gradients: those of `pinned` that are gradients of leaves: made in the placements of their leaves.
+        as_stored: weights that calls must read as they come, as pairs of a call and a place among its tensors.
         kept: by number of a call, the strategy that it keeps.
         placements: of DTensors, those that they had.
         taken: by number of a call, the strategy with which it ran.
@@ -111,6 +116,7 @@ class RecordedStep:
     came: dict[int, Placements] = field(default_factory=dict)
     pinned: dict[int, Placements] = field(default_factory=dict)
     leaf_gradients: set[int] = field(default_factory=set)
+    as_stored: set[tuple[int, int]] = field(default_factory=set)
     kept: dict[int, Strategy] = field(default_factory=dict)
     placements: dict[int, Placements] = field(default_factory=dict)
     taken: dict[int, Strategy] = field(default_factory=dict)
@@ -119,12 +125,13 @@ class RecordedStep:
         """For each tensor that a call makes, the number of the call and the place among its results."""
         return {x: (number, place) for number, call in enumerate(self.calls) for place, x in enumerate(call.outputs)}
 
-    def stays(self) -> frozenset[tuple[int, int]]:
+    def stays(self) -> Set[tuple[int, int]]:
         """Tensors that calls must read as they come, as pairs of a call and a place among its tensors: those that it
         writes to, and those of which it makes a view if their memory is written to; a redistributed tensor is a copy.
+        So are weights in `as_stored`.
         """
         written = {self.memory[call.inputs[place]] for call in self.calls for place in call.written}
-        return frozenset(
+        return self.as_stored | frozenset(
             (number, place)
             for number, call in enumerate(self.calls)
             for place, tensor in enumerate(call.inputs)
@@ -171,6 +178,8 @@ class _Recorder(TorchDispatchMode):
         outputs = tuple(self._new(key, tensor) for key, tensor in zip(made, results))
         if is_view:
             self._views[func, inputs, made] = outputs
+        weights = _AS_STORED.get(func._schema.name, ())
+        self.step.as_stored.update((len(self.step.calls), place) for place in weights if place < len(inputs))
         self.step.calls.append(StepCall(func, tuple(args), kwargs, out, inputs, outputs, self.phase, module))
         return out
 
