@@ -1,5 +1,7 @@
 """When operators and collectives run, what of a collective is exposed, and what is said of those that are."""
 
+import dataclasses
+
 import pytest
 
 from dtensor_compile.graph.node_costs import Operation, SentCollective
@@ -60,6 +62,28 @@ def test_spans():
     timing = schedule([computes(1), starts(0), computes(2), waits(0), computes(4)], [gather(5)], UNIT)
     assert [(t.index, t.start, t.seconds) for t in timing.compute] == [(0, 0, 1), (2, 1, 2), (4, 6, 4)]
     assert [(t.index, t.start, t.seconds) for t in timing.communication] == [(0, 1, 5)]
+
+
+@pytest.mark.parametrize(
+    "seconds, compute, end",
+    [
+        ((8,), 4, 8),  # all of it beside the collective, at half the speed
+        ((2,), 4, 5),  # 2 seconds at half the speed, 3 at all of it
+        ((0,), 4, 4),
+        ((2, 2), 4, 6),  # one after the other
+    ],
+)
+def test_compute_beside_collectives_is_slower(seconds, compute, end):
+    half = dataclasses.replace(UNIT, device=dataclasses.replace(UNIT.device, contention=0.5))
+    operations = [*map(starts, range(len(seconds))), computes(compute)]
+    timing = schedule(operations, [gather(s) for s in seconds], half)
+    assert timing.compute[0].seconds == end
+
+
+def test_compute_after_collectives_has_all_of_its_speed():
+    half = dataclasses.replace(UNIT, device=dataclasses.replace(UNIT.device, contention=0.5))
+    timing = schedule([starts(0), waits(0), computes(3), starts(1), computes(1)], [gather(2), gather(9)], half)
+    assert [t.seconds for t in timing.compute] == [3, 2]
 
 
 # ---- what did not happen -------------------------------------------------------------------------------------------

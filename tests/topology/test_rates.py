@@ -123,6 +123,17 @@ def test_collectives_that_are_none(collectives, message):
         from_values(values)
 
 
+def test_a_file_keeps_the_contention_of_a_device(tmp_path):
+    known = CLUSTERS["h100"]
+    assert known.device.contention > 0
+    save(known, tmp_path / "t.json")
+    assert topology(tmp_path / "t.json") == known
+    values = to_values(known)
+    values["device"]["contention"] = 1.0
+    with pytest.raises(TopologyError, match="compute goes on beside communication only below 1"):
+        from_values(values)
+
+
 @pytest.mark.parametrize(
     "achieved, message",
     [
