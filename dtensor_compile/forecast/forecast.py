@@ -63,6 +63,10 @@ DEFAULTS = StepSettings()
 HOLDERS = 12
 
 
+#: Changes a training step before it runs.
+Prepare = Callable[[Training], Training]
+
+
 class _Point(NamedTuple):
     """A point of a log: numbers of requests and of changes of memory before it."""
 
@@ -112,6 +116,7 @@ def make_plan(
     settings: StepSettings = DEFAULTS,
     arguments: Mapping[str, Any] = {},
     script_arguments: Sequence[str] = (),
+    prepare: Prepare | None = None,
 ) -> model.StepPlan:
     """The plan of a target.
 
@@ -123,6 +128,7 @@ def make_plan(
         settings: the rest of the step.
         arguments: of the target's function, by name; script_arguments: of a script. A script makes its steps itself,
             and `settings` do not matter.
+        prepare: called with the model and its inputs before the first step; returns what makes the step.
 
     Raises:
         TargetError: the target is no program that can be trained.
@@ -144,6 +150,8 @@ def make_plan(
                 raise TargetError(f"{target} returns neither a model and its inputs nor a step to call")
             with users_program(target), record() as recording:
                 training = _training(found, settings)
+                if prepare is not None:
+                    training = prepare(training)
                 marks, owned = _run(training, log, lambda on_phase: _twice(training, on_phase))
         operations, collectives = log.operations(recording, marks.forward.requests, marks.end.requests)
         seen = _Observed(training, log, recording, marks, owned, operations, collectives)

@@ -13,6 +13,7 @@ import argparse
 import json
 import pathlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dtensor_compile.errors import DTensorCompileError, one_line
 from dtensor_compile.forecast.compare_plans import BYTES
 from dtensor_compile.forecast.place_page import placement_page
 from dtensor_compile.forecast.place_table import Shown, ShownDifferences, ShownValue, print_plan
+from dtensor_compile.forecast.placed_steps import Forecast, PlacedTarget, forecasts_of
 from dtensor_compile.forecast.plan_command import add_step_arguments, argument_of, check_loss
 from dtensor_compile.forecast.training import StepSettings, Training
 from dtensor_compile.global_plan.alternatives import alternatives, refusals
@@ -37,6 +39,7 @@ from dtensor_compile.report.script_arguments import options_parser
 from dtensor_compile.report.table import console_for
 from dtensor_compile.report.target import TargetError, call_target, function_of, program_of
 from dtensor_compile.topology.files import topology
+from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS
 
 #: Bytes of a gradient and of optimizer states for each byte of a parameter.
@@ -57,6 +60,11 @@ def parser(program: str) -> argparse.ArgumentParser:
         metavar="PLAN|FILE",
         help="where another plan differs: the name of a known one, or its JSON",
     )
+    p.add_argument(
+        "--forecast", action="store_true", help="forecast the code that is compiled for this plan and for known ones"
+    )
+    own = "forecast another target too, which distributes its model itself (several times)"
+    p.add_argument("--own", action="append", default=[], metavar="TARGET", help=own)
     p.add_argument("--code", metavar="FILE", help="write the plan as Python code; - for standard output")
     p.add_argument("--form", default="tensors", choices=list(FORMS), help="of the code (tensors)")
     p.add_argument("--html", metavar="FILE", help="write the plan as a page: placements and bytes of every operator")
@@ -79,6 +87,8 @@ def _run(args: argparse.Namespace) -> int:
     with running(job):
         plan = _plan(args.target, job, args, memory)
         shown = _shown(plan, args)
+    if args.forecast or args.own:
+        shown = replace(shown, forecasts=forecasts_of(plan, _placed_target(args, job), args.own))
     _write(args.code, placement_code(plan, args.form) if args.code else "")
     _write(args.json, json.dumps(_values(plan, shown), indent=2) + "\n" if args.json else "")
     _write(args.html, placement_page(args.target, plan, shown.rows) if args.html else "")
@@ -99,6 +109,13 @@ def _shown(plan: PlacementPlan, args: argparse.Namespace) -> Shown:
     value = ShownValue(args.value, alternatives(plan, args.value), refusals(plan, args.value)) if args.value else None
     other = ShownDifferences(args.compare, differences(_rows_of(plan, args.compare), rows)) if args.compare else None
     return Shown(rows, value, other)
+
+
+def _placed_target(args: argparse.Namespace, job: Job) -> PlacedTarget:
+    if args.cluster not in GPUS:
+        raise TargetError(f"--forecast needs the name of a GPU as --gpu: {', '.join(GPUS)}")
+    settings = StepSettings(args.loss, args.optimizer, blocks="each")
+    return PlacedTarget(args.target, job, args.cluster, None, settings, dict(map(argument_of, args.set)))
 
 
 def _rows_of(plan: PlacementPlan, other: str) -> list[PlanRow]:
@@ -164,4 +181,11 @@ def _values(plan: PlacementPlan, shown: Shown) -> dict[str, Any]:
         "refused": [list(map(str, this)) for this in shown.value.refused] if shown.value else [],
         "without_rule": sorted(plan.without_rule),
         "rows": [row_values(row) for row in shown.rows],
+        "forecast": {this.name: _forecast_values(this) for this in shown.forecasts},
     }
+
+
+def _forecast_values(this: Forecast) -> dict[str, Any]:
+    if this.plan is None:
+        return {"failed": this.failed}
+    return {**asdict(this.plan.time), "memory": this.plan.memory.needed}

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtensor_compile.compat.dtensor.step_record import BACKWARD
+from dtensor_compile.forecast.placed_steps import Forecast
 from dtensor_compile.forecast.plan_table import size
 from dtensor_compile.global_plan.alternatives import RefusedPlacement
 from dtensor_compile.global_plan.choose_placements import Choice
@@ -49,6 +50,7 @@ class Shown:
     rows: Sequence[PlanRow]
     value: ShownValue | None = None
     differences: ShownDifferences | None = None
+    forecasts: Sequence[Forecast] = ()
 
 
 def print_plan(plan: PlacementPlan, shown: Shown, console: Console) -> None:
@@ -71,6 +73,8 @@ def print_plan(plan: PlacementPlan, shown: Shown, console: Console) -> None:
     for other in plan.known:
         _add_row(choices, other.name, other.choice)
     console.print(choices)
+    if shown.forecasts:
+        _print_forecasts(shown.forecasts, console)
     console.print(
         f"no plan of equal blocks placed equally is faster by more than {plan.choice.gap:.2%}, by this estimate; the "
         "memory is that of parameters, gradients, optimizer states and what the backward pass needs",
@@ -78,16 +82,36 @@ def print_plan(plan: PlacementPlan, shown: Shown, console: Console) -> None:
     )
     for op in sorted(plan.without_rule):
         console.print(_without_rule(op, shown.rows), highlight=False)
-    if shown.value is not None:
-        _print_value(shown.value, plan, console)
-    if shown.differences is not None:
-        _print_differences(shown.differences, console)
+    _print_asked(plan, shown, console)
     if not plan.choice.fits and plan.budget is not None:
         _print_holders(shown.rows, console)
         console.print(
             f"no plan fits into {size(int(plan.budget))}: the nearest, above, needs {size(int(plan.choice.memory))}",
             highlight=False,
         )
+
+
+def _print_asked(plan: PlacementPlan, shown: Shown, console: Console) -> None:
+    if shown.value is not None:
+        _print_value(shown.value, plan, console)
+    if shown.differences is not None:
+        _print_differences(shown.differences, console)
+
+
+def _print_forecasts(forecasts: Sequence[Forecast], console: Console) -> None:
+    table = Table(title="forecasts of the compiled code, optimizer included", title_justify="left")
+    table.add_column("plan", overflow="fold")
+    for column in ("step", "compute", "exposed", "hidden", "idle", "sent", "memory"):
+        table.add_column(column, justify="right")
+    for this in forecasts:
+        if this.plan is None:
+            table.add_row(this.name, this.failed)
+            continue
+        time = this.plan.time
+        parts = (time.step, time.compute, time.exposed, time.hidden, time.idle)
+        sent = sum(row.bytes for row in this.plan.communication)
+        table.add_row(this.name, *map(seconds_text, parts), size(sent), size(this.plan.memory.needed))
+    console.print(table)
 
 
 def _without_rule(op: str, rows: Sequence[PlanRow]) -> str:

@@ -6,19 +6,19 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.capture.sharding_rules import rules_anywhere
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dtensor.module_state import replace_tensors
 from dtensor_compile.compat.dtensor.operator_strategies import Placements
 from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
-from dtensor_compile.compat.dtensor.step_record import RecordedStep, record_step
+from dtensor_compile.compat.dtensor.step_record import FORWARD, RecordedStep, record_step
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.global_plan.candidates import pieces_of_dims
 from dtensor_compile.global_plan.choose_placements import Choice, best_of, choose_placements
@@ -62,6 +62,17 @@ class PlacementPlan:
     without_rule: frozenset[str] = frozenset()
     modules: Mapping[str, str] = field(default_factory=dict, repr=False)
 
+    def with_choice(self, choice: Choice) -> PlacementPlan:
+        """The plan with another choice for the same variables."""
+        step, variables = self.step, self.variables
+        return replace(
+            self,
+            parameters={name: variables.placements_of(choice.choice, n) for name, n in step.parameters.items()},
+            buffers={name: variables.placements_of(choice.choice, n) for name, n in step.buffers.items()},
+            inputs=[variables.placements_of(choice.choice, n) for n in step.inputs],
+            choice=choice,
+        )
+
     @functools.cached_property
     def known(self) -> Sequence[Alternative]:
         """The best plans of the kinds that people write; each takes a search."""
@@ -79,10 +90,26 @@ class PlacementPlan:
                 found.setdefault(pattern(path), strategy.outputs[place])
         return found
 
+    @property
+    def arguments(self) -> dict[str, tuple[Placements | None, ...]]:
+        """Placements in which the modules of the model read their positional tensors themselves, by path; None where
+        they do not, or where a redistribution cannot make them. The model's own are its inputs."""
+        wanted: dict[tuple[str, int], Placements] = {}
+        for number, call in enumerate(self.step.calls):
+            if call.phase == FORWARD:
+                strategy = self.variables.strategy(self.choice.choice, number)
+                for place, tensor in enumerate(call.inputs):
+                    if (number, place) not in self.variables.stays and _can_be_made(strategy.inputs[place]):
+                        wanted.setdefault((call.module, tensor), strategy.inputs[place])
+        found = {path: tuple(wanted.get((path, x)) for x in given) for path, given in self.step.arguments.items()}
+        return {path: placements for path, placements in found.items() if path and any(placements)}
+
     def apply(self, model: nn.Module) -> nn.Module:
         """Makes the parameters and buffers of `model` DTensors with these placements, in place; returns the model.
 
-        Every rank must hold the same full ones. Nothing is sent. Tied parameters stay tied.
+        Modules redistribute what they are given to the placements in which they read it, by forward pre-hooks: in
+        eager too, operators then begin as planned. Every rank must hold the same full tensors. Nothing is sent. Tied
+        parameters stay tied.
 
         Raises:
             PlacementError: the model has no parameter or buffer of a name that the plan has, or one of other sizes.
@@ -101,6 +128,8 @@ class PlacementPlan:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(placed, tensor.requires_grad) if is_parameter else placed
         replace_tensors(model, made)
+        for path, wanted in self.arguments.items():
+            model.get_submodule(path).register_forward_pre_hook(_redistributes(wanted))
         return model
 
     def distribute_inputs(self, args: Any) -> Any:
@@ -114,6 +143,27 @@ class PlacementPlan:
             for leaf in leaves
         ]
         return pytree.tree_unflatten(placed, structure)
+
+
+def _can_be_made(placements: Placements) -> bool:
+    return all(isinstance(p, Replicate) or type(p) is Shard for p in placements)
+
+
+def _redistributes(placements: tuple[Placements | None, ...]) -> Callable[[nn.Module, Any], Any]:
+    """A forward pre-hook that gives a module its positional tensors in these placements."""
+
+    def hook(module: nn.Module, args: Any) -> Any:
+        ways = iter(placements)
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            wanted = next(ways, None)
+            if wanted is None or not isinstance(tensor, DTensor) or tensor.placements == wanted:
+                return tensor
+            return tensor.redistribute(placements=wanted)
+
+        return pytree.tree_map_only(torch.Tensor, moved, args)
+
+    return hook
 
 
 def place(
@@ -190,21 +240,7 @@ def plan_step(
         better = best_of([choice, *(this.choice for this in known if this.choice is not None)])
         choice = replace(better, bound=min(choice.bound, better.seconds))
 
-    def chosen(number: int) -> Placements:
-        variable = variables.of_tensor[number]
-        return cast("Placements", variables.model.variables[variable].choices[choice.choice[variable]])
-
-    return PlacementPlan(
-        mesh,
-        {name: chosen(number) for name, number in step.parameters.items()},
-        {name: chosen(number) for name, number in step.buffers.items()},
-        [chosen(number) for number in step.inputs],
-        choice,
-        memory,
-        step,
-        variables,
-        without_rule,
-    )
+    return PlacementPlan(mesh, {}, {}, [], choice, memory, step, variables, without_rule).with_choice(choice)
 
 
 def build_variables(

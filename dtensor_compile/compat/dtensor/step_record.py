@@ -96,6 +96,7 @@ class RecordedStep:
         inputs: numbers of the tensors among the arguments.
         gradients: number of the gradient of each parameter that has one, by name.
         results: numbers of what each module returned last, by its path.
+        arguments: numbers of the tensors that each module was called with last, by its path.
         came: placements of tensors that come from elsewhere than a call of the step, or a parameter or input.
         pinned: placements in which tensors are made whatever their call makes, as code outside of the calls reads them.
         leaf_gradients: those of `pinned` that are gradients of leaves: made in the placements of their leaves.
@@ -113,6 +114,7 @@ class RecordedStep:
     inputs: list[int] = field(default_factory=list)
     gradients: dict[str, int] = field(default_factory=dict)
     results: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    arguments: dict[str, tuple[int, ...]] = field(default_factory=dict)
     came: dict[int, Placements] = field(default_factory=dict)
     pinned: dict[int, Placements] = field(default_factory=dict)
     leaf_gradients: set[int] = field(default_factory=set)
@@ -202,7 +204,9 @@ def _paths_followed(model: torch.nn.Module, recorder: _Recorder) -> Iterator[Non
     paths = {id(module): path for path, module in model.named_modules()}
 
     def enter(module: torch.nn.Module, args: Any) -> None:
-        recorder.path.append(paths.get(id(module), recorder.path[-1]))
+        path = paths.get(id(module), recorder.path[-1])
+        recorder.path.append(path)
+        recorder.step.arguments[path] = tuple(recorder.number(tensor) for tensor in tensor_leaves(args))
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
         path = recorder.path.pop()
