@@ -76,7 +76,7 @@ def _placed(plan: PlacementPlan, this: PlacedTarget) -> Callable[[Training], Tra
         def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
             return training.loss(model(*args, **kwargs))
 
-        options = {"plan": "global", "topology": this.cluster or this.gpu}
+        options: dict[str, Any] = {"plan": "global", "topology": this.cluster or this.gpu}
         compiled = torch.compile(loss, backend="dtensor", options=options)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -27,8 +27,9 @@ from dtensor_compile.global_plan.equal_calls import pattern
 from dtensor_compile.global_plan.known_plans import Alternative, known_plans
 from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
 from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.topology.devices import default_cluster
 from dtensor_compile.topology.files import topology as read_topology
-from dtensor_compile.topology.links import Cluster, assumed_cluster
+from dtensor_compile.topology.links import Cluster
 from dtensor_compile.topology.network import plans_for
 
 #: Gap from which a plan is compared with known ones.
@@ -190,8 +191,7 @@ def place(
         inputs: a tensor, a tuple of arguments, or a dict of them. DTensors stay as they are.
         loss: of the model's result, from which the backward pass starts; the sum of its floating-point tensors if None.
         memory: bytes that a rank may hold.
-        topology: name or file of a cluster, as the option of the backend; an H100 cluster for ``cuda`` and one host for
-            ``cpu`` if None.
+        topology: name or file of a cluster, as the option of the backend; if None, the one that the backend assumes.
         states: bytes of gradient and optimizer states for each byte of a trained parameter: 3 for Adam.
         fixed: placements by name of a parameter or buffer, or by number of an input (``"0"``), that stay.
 
@@ -275,7 +275,7 @@ def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _cluster(topology: str | os.PathLike[str] | Cluster | None, mesh: DeviceMesh) -> Cluster:
     if isinstance(topology, Cluster):
         return topology
-    return assumed_cluster(mesh.device_type) if topology is None else read_topology(topology)
+    return default_cluster(mesh.device_type) if topology is None else read_topology(topology)
 
 
 def _fixed(

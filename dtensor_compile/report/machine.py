@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor_compile.recording.recorder import Recording
-from dtensor_compile.schedule.schedule_graph import default_cluster
+from dtensor_compile.topology.devices import default_cluster
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 

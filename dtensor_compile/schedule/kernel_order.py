@@ -45,10 +45,11 @@ from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.schedule.found_order import CalledBlock, KernelOrder
 from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.list_scheduler import arrange, excess
-from dtensor_compile.schedule.schedule_graph import cost_of, cost_of_block, default_cluster, is_wrapped
+from dtensor_compile.schedule.schedule_graph import cost_of, cost_of_block, is_wrapped
 from dtensor_compile.schedule.simulated_device import Buffer, Task, simulate
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
+from dtensor_compile.topology.devices import default_cluster
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
 

@@ -34,8 +34,8 @@ from dtensor_compile.schedule.simulated_device import Buffer, Simulation, Task, 
 from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
-from dtensor_compile.topology.devices import on_one_host
-from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
+from dtensor_compile.topology.devices import default_cluster
+from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds, seconds_over
 
 #: Kind of the decisions about an order.
 ORDERED = "schedule"
@@ -113,12 +113,6 @@ def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
     hosts = {rank // cluster.ranks_per_host for rank in this.ranks} if cluster.ranks_per_host else set()
     name = "between hosts" if len(hosts) > 1 else "inside a host"
     return name, collective_seconds(cluster, this.kind, this.bytes, this.ranks)
-
-
-def default_cluster(device_type: str) -> Cluster:
-    """The default cluster without a topology of the user: for CPUs this host if all ranks are on it, else hosts on a 1
-    Gbit/s network; for a GPU its preset."""
-    return CLUSTERS["h100" if device_type != "cpu" else "cpu-loopback" if on_one_host() else "cpu-1gbit"]
 
 
 def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:

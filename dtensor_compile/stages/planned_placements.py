@@ -22,7 +22,8 @@ from dtensor_compile.global_plan.connect_calls import connected_variables, taken
 from dtensor_compile.global_plan.step_variables import CostSettings, StepVariables
 from dtensor_compile.graph.node_costs import module_path
 from dtensor_compile.stages.compilation import Compilation
-from dtensor_compile.topology.links import assumed_cluster
+from dtensor_compile.topology.devices import default_cluster
+from dtensor_compile.topology.network import plans_for
 
 T = TypeVar("T")
 
@@ -89,9 +90,10 @@ def _leave_alone(why: str, this: Compilation) -> None:
 
 
 def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedCalls:
-    cluster = this.options.topology or assumed_cluster(mesh.device_type)
+    cluster = this.options.topology or default_cluster(mesh.device_type)
     fixed = {str(i): step.placements[number] for i, number in enumerate(step.inputs)}
-    variables = connected_variables(step, mesh, CostSettings(cluster.device, 0.0, fixed))
+    with plans_for(cluster):  # seconds of compute and of communication have to be those of one cluster
+        variables = connected_variables(step, mesh, CostSettings(cluster.device, 0.0, fixed))
     choice = choose_placements(variables.model, overlaps=this.options.schedule)
     greedy = _greedy(step, variables)
     calls = range(len(step.calls))

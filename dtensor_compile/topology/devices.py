@@ -1,5 +1,5 @@
 """The devices of a job, in the form that `HybridMesh` takes: hosts from environment variables of launchers, NVLink
-domains from ``nvidia-smi``.
+domains from ``nvidia-smi``; and the cluster that is assumed of it.
 
 One granule per host (`hosts_from_environment`), or one per NVLink domain of each host (`nvlink_devices`). With a
 process group, ranks exchange their hosts, so that they may be numbered in any order over the hosts, and hosts may
@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dtensor_compile.errors import MeshError
+from dtensor_compile.topology.links import CLUSTERS, Cluster
 
 #: Environment variables with the number of a process's host: torchrun, Lightning, Slurm.
 _HOST = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
@@ -39,6 +40,12 @@ def on_one_host() -> bool:
         and dist.get_backend() != "fake"
         and _number(_ON_HOST) == dist.get_world_size()
     )
+
+
+def default_cluster(device_type: str) -> Cluster:
+    """The default cluster without a topology of the user: for CPUs this host if all ranks are on it, else hosts on a 1
+    Gbit/s network; for a GPU its preset."""
+    return CLUSTERS["h100" if device_type != "cpu" else "cpu-loopback" if on_one_host() else "cpu-1gbit"]
 
 
 def _exchange(mine: Any) -> list[Any] | None:

@@ -163,11 +163,6 @@ CLUSTERS: dict[str, Cluster] = {
 }
 
 
-def assumed_cluster(device_type: str) -> Cluster:
-    """The cluster whose rates are assumed where no topology is named: one host for ``"cpu"``, H100s for all others."""
-    return CLUSTERS["cpu-loopback" if device_type == "cpu" else "h100"]
-
-
 def rounds(kind: str, n: int) -> int:
     """Number of sequential messages in a collective of that kind over `n` ranks."""
     if n <= 1:

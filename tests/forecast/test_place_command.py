@@ -93,6 +93,15 @@ def test_the_page(tmp_path):
     assert "too much" in page
 
 
+def test_the_code_of_plans_is_forecast(capsys):
+    own = HERE + "tensor_parallel"
+    found = placed(capsys, HERE + "tokens", "--mesh", "tp=2", "--gpu", "h100", "--forecast", "--own", own)["forecast"]
+    assert {"this one", "fully_shard", "tensor parallel", own} <= found.keys()
+    for figures in found.values():
+        assert "failed" not in figures, figures
+        assert figures["step"] >= figures["compute"] > 0 and figures["memory"] > 0
+
+
 def test_bad_input(capsys):
     for arguments, message in (
         ([HERE + "tokens"], "--mesh is missing"),
@@ -103,6 +112,7 @@ def test_bad_input(capsys):
             [HERE + "tokens", "--mesh", "tp=2", "--compare", "megatron"],
             "neither a known plan (data parallel",
         ),
+        ([HERE + "tokens", "--mesh", "tp=2", "--cluster", "cpu-1gbit", "--forecast"], "needs the name of a GPU"),
         ([HERE + "tokens", "--mesh", "a=1,b=1,c=2", "--form", "styles", "--code", "-"], "one or two dims, not 3"),
     ):
         assert main(["place", *arguments]) == 2

@@ -23,6 +23,7 @@ from dtensor_compile.global_plan.message_passing import solve
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
 from dtensor_compile.stages import planned_placements
 from dtensor_compile.testing import on_ranks
+from dtensor_compile.topology.devices import default_cluster
 
 KIND = "global_plan"
 
@@ -316,6 +317,19 @@ def test_weights_of_columns_and_rows_alone_are_enough():
 @on_ranks(4)
 def test_a_llama_over_two_mesh_dims():
     sends_less(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), 2)
+
+
+@on_ranks(2)
+def test_without_a_topology_costs_are_those_of_the_assumed_cluster():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = distributed(nn.Sequential(Net(), Net()), mesh, columns_and_rows)
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()])
+    found = []
+    for options in ({}, {"topology": default_cluster("cpu").name}):
+        _, _, recording = compiled(model, x, plan="global", **options)
+        found.append([d.reason for d in recording.decisions if d.kind == KIND])
+    assert found[0] == found[1] and "together" in found[0][0]
 
 
 @on_ranks(2)

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from dtensor_compile import offline
 from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.machine import machine_of
-from dtensor_compile.schedule.schedule_graph import default_cluster
 from dtensor_compile.testing import on_ranks
-from dtensor_compile.topology.devices import on_one_host
+from dtensor_compile.topology.devices import default_cluster, on_one_host
 
 
 def compiled_machine():
