@@ -93,8 +93,8 @@ class PlacementPlan:
 
     @property
     def arguments(self) -> dict[str, tuple[Placements | None, ...]]:
-        """Placements in which the modules of the model read their positional tensors themselves, by path; None where
-        they do not, or where a redistribution cannot make them. The model's own are its inputs."""
+        """Placements in which the modules of the model read the tensors that they are given, by path, in the order of
+        the leaves; None where they do not themselves, or where a redistribution cannot make them."""
         wanted: dict[tuple[str, int], Placements] = {}
         for number, call in enumerate(self.step.calls):
             if call.phase == FORWARD:
@@ -130,7 +130,7 @@ class PlacementPlan:
                 made[id(tensor)] = nn.Parameter(placed, tensor.requires_grad) if is_parameter else placed
         replace_tensors(model, made)
         for path, wanted in self.arguments.items():
-            model.get_submodule(path).register_forward_pre_hook(_redistributes(wanted))
+            model.get_submodule(path).register_forward_pre_hook(_redistributes(wanted), with_kwargs=True)
         return model
 
     def distribute_inputs(self, args: Any) -> Any:
@@ -150,10 +150,10 @@ def _can_be_made(placements: Placements) -> bool:
     return all(isinstance(p, Replicate) or type(p) is Shard for p in placements)
 
 
-def _redistributes(placements: tuple[Placements | None, ...]) -> Callable[[nn.Module, Any], Any]:
-    """A forward pre-hook that gives a module its positional tensors in these placements."""
+def _redistributes(placements: tuple[Placements | None, ...]) -> Callable[[nn.Module, Any, Any], Any]:
+    """A forward pre-hook that gives a module its tensors in these placements."""
 
-    def hook(module: nn.Module, args: Any) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         ways = iter(placements)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _redistributes(placements: tuple[Placements | None, ...]) -> Callable[[nn.Mo
                 return tensor
             return tensor.redistribute(placements=wanted)
 
-        return pytree.tree_map_only(torch.Tensor, moved, args)
+        return pytree.tree_map_only(torch.Tensor, moved, (args, kwargs))
 
     return hook
 

@@ -220,9 +220,18 @@ def other_epsilon(model, block):
     block.norm.eps = 0.5
 
 
+def hooks_with_other_values(model, block):
+    def scales(by):
+        return lambda module, args: (args[0] * (1 if by is None else len(by)),)
+
+    for this in model.blocks:
+        this.register_forward_pre_hook(scales(None if this is block else (1, 2)))
+
+
 MUTATIONS = (
     hook, hook_of_the_block, frozen, other_number, other_mode, tied, tied_to_another, without_bias, other_size,
     other_buffer, own_forward, other_class, other_submodule, other_epsilon,
+    hooks_with_other_values,
 )  # fmt: skip
 
 

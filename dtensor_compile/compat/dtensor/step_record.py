@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -203,16 +202,23 @@ def _key(tensor: torch.Tensor) -> Any:
 def _paths_followed(model: torch.nn.Module, recorder: _Recorder) -> Iterator[None]:
     paths = {id(module): path for path, module in model.named_modules()}
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        path = paths.get(id(module), recorder.path[-1])
+    def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        path = paths[id(module)]
         recorder.path.append(path)
-        recorder.step.arguments[path] = tuple(recorder.number(tensor) for tensor in tensor_leaves(args))
+        recorder.step.arguments[path] = tuple(recorder.number(tensor) for tensor in tensor_leaves((args, kwargs)))
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
         path = recorder.path.pop()
         recorder.step.results[path] = tuple(recorder.number(tensor) for tensor in tensor_leaves(result))
 
-    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(leave),
+        )
+    ]
     try:
         yield
     finally:

@@ -168,7 +168,7 @@ class GuardFact:
         """
         source = other.source(self.source)
         value = other.value(source)
-        if self.check is not None and not self.check(value):
+        if self.check is not None and not _passes(self.check, value):
             raise Differs(f"{source.name} differs")
         if self.same_as is None:
             settings = getattr(self.create, "keywords", {})
@@ -238,6 +238,14 @@ def _check(guard: Guard, name: str, value: Any) -> Callable[[Any], bool] | None:
         raise Differs(f"a guard {name} cannot be checked for another module")
     metadata = stock.get_metadata_fn(guard, value)
     return lambda other: bool(stock.eval_fn(other, metadata))
+
+
+def _passes(check: Callable[[Any], bool], value: Any) -> bool:
+    """Whether an object passes a check, which may be for objects of another kind (the length of None)."""
+    try:
+        return check(value)
+    except Exception:  # noqa: BLE001 - guards of torch's raise what their code raises
+        return False
 
 
 def _same_class(one: type, other: type) -> bool:
