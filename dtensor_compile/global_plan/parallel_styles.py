@@ -18,24 +18,33 @@ _IMPORTS = {
     "torch": ("nn",),
     "torch.distributed.device_mesh": ("DeviceMesh",),
     "torch.distributed.fsdp": ("fully_shard",),
-    "torch.distributed.tensor": ("Partial", "Replicate", "Shard", "distribute_tensor"),
+    "torch.distributed.tensor": ("DTensor", "Partial", "Replicate", "Shard", "distribute_tensor"),
     "torch.distributed.tensor.parallel": ("ColwiseParallel", "ParallelStyle", "RowwiseParallel", "parallelize_module"),
 }
 
 _BODY = '''\
 class Placed(ParallelStyle):
-    """Parameters and buffers of a module by name; operators on them run as DTensor chooses."""
+    """Parameters and buffers of a module by name, and the placements in which it reads its arguments."""
 
-    def __init__(self, **placements):
-        self.placements = placements
+    def __init__(self, *reads, **placements):
+        self.reads, self.placements = reads, placements
 
     def _apply(self, module, device_mesh):
+        if self.reads:
+            module.register_forward_pre_hook(self._read)
         for name, placement in self.placements.items():
             tensor = getattr(module, name)
             placed = distribute_tensor(tensor.detach(), device_mesh, [placement], src_data_rank=None)
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(module, name, nn.Parameter(placed, tensor.requires_grad) if is_parameter else placed)
         return module
+
+    def _read(self, module, args):
+        moved = (
+            x.redistribute(placements=[p]) if p is not None and isinstance(x, DTensor) else x
+            for x, p in zip(args, self.reads)
+        )
+        return (*moved, *args[len(self.reads) :])
 
 
 #: Over {inner}.
@@ -141,8 +150,9 @@ def _style(plan: PlacementPlan, module: _Module) -> str:
         name = "ColwiseParallel" if columns else "RowwiseParallel"
         given, made = _layouts(plan, module.path)
         return f"{name}(input_layouts={given}, output_layouts={made}, use_local_output=False)"
+    reads = [placement_word(p[-1]) if p else "None" for p in plan.arguments.get(module.path, ())] if module.path else []
     words = (f"{name}={placement_word(placement)}" for name, placement in module.tensors.items())
-    return f"Placed({', '.join(words)})"
+    return f"Placed({', '.join([*reads, *words])})"
 
 
 def _weight_in_use(plan: PlacementPlan, module: _Module) -> Placement | None:

@@ -91,7 +91,7 @@ class PlacementPlan:
                 found.setdefault(pattern(path), strategy.outputs[place])
         return found
 
-    @property
+    @functools.cached_property
     def arguments(self) -> dict[str, tuple[Placements | None, ...]]:
         """Placements in which the modules of the model read the tensors that they are given, by path, in the order of
         the leaves; None where they do not themselves, or where a redistribution cannot make them."""
