@@ -63,7 +63,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument(
         "--forecast", action="store_true", help="forecast the code that is compiled for this plan and for known ones"
     )
-    own = "forecast another target too, which distributes its model itself (several times)"
+    own = "--forecast, with another target, which distributes its model itself (several times)"
     p.add_argument("--own", action="append", default=[], metavar="TARGET", help=own)
     p.add_argument("--code", metavar="FILE", help="write the plan as Python code; - for standard output")
     p.add_argument("--form", default="tensors", choices=list(FORMS), help="of the code (tensors)")
@@ -84,11 +84,12 @@ def _run(args: argparse.Namespace) -> int:
         raise TargetError("--mesh is missing: the sizes of the mesh to place over, such as --mesh dp=8,tp=8")
     memory = parse_limit(args.memory, BYTES).of(None) if args.memory else None
     job = Job(parse_mesh_argument(args.mesh))
+    placed = _placed_target(args, job) if args.forecast or args.own else None
     with running(job):
         plan = _plan(args.target, job, args, memory)
         shown = _shown(plan, args)
-    if args.forecast or args.own:
-        shown = replace(shown, forecasts=forecasts_of(plan, _placed_target(args, job), args.own))
+    if placed is not None:
+        shown = replace(shown, forecasts=forecasts_of(plan, placed, args.own))
     _write(args.code, placement_code(plan, args.form) if args.code else "")
     _write(args.json, json.dumps(_values(plan, shown), indent=2) + "\n" if args.json else "")
     _write(args.html, placement_page(args.target, plan, shown.rows) if args.html else "")
@@ -101,7 +102,7 @@ def _write(file: str | None, text: str) -> None:
     if file == "-":
         print(text, end="")
     elif file is not None:
-        pathlib.Path(file).write_text(text)
+        pathlib.Path(file).write_text(text, encoding="utf-8")
 
 
 def _shown(plan: PlacementPlan, args: argparse.Namespace) -> Shown:
@@ -114,7 +115,7 @@ def _shown(plan: PlacementPlan, args: argparse.Namespace) -> Shown:
 def _placed_target(args: argparse.Namespace, job: Job) -> PlacedTarget:
     if args.cluster not in GPUS:
         raise TargetError(f"--forecast needs the name of a GPU as --gpu: {', '.join(GPUS)}")
-    settings = StepSettings(args.loss, args.optimizer, blocks="each")
+    settings = StepSettings(args.loss, args.optimizer, blocks="traced")
     return PlacedTarget(args.target, job, args.cluster, None, settings, dict(map(argument_of, args.set)))
 
 

@@ -14,10 +14,9 @@ from dtensor_compile.forecast.placed_steps import Forecast
 from dtensor_compile.forecast.plan_table import size
 from dtensor_compile.global_plan.alternatives import RefusedPlacement
 from dtensor_compile.global_plan.choose_placements import Choice
-from dtensor_compile.global_plan.equal_calls import pattern
+from dtensor_compile.global_plan.equal_calls import by_pattern, pattern
 from dtensor_compile.global_plan.known_plans import Alternative
 from dtensor_compile.global_plan.place import PlacementPlan
-from dtensor_compile.global_plan.placement_code import by_pattern
 from dtensor_compile.global_plan.plan_rows import PlanRow, RowDifference
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.report.compare_reports import seconds_text

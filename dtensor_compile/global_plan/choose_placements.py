@@ -104,7 +104,7 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
         price = _AS_FAST * choices[-1].seconds / max(1.0, choices[-1].memory)
         found += [*choices, search.at_price(weights, price)[0]]
         bound = max(bound, least)
-        fastest = min(best_of(found).seconds, *(choice.seconds for choice in found if choice.fits), math.inf)
+        fastest = min((choice.seconds for choice in found if choice.fits), default=best_of(found).seconds)
         low, high = (max(low, hiding), high) if choices[-1].hidden > choices[-1].busy else (low, min(high, hiding))
         if turn >= len(_COMPUTE_BOUND) - 1:
             close = fastest - bound <= _CLOSE * fastest

@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
 from dtensor_compile.compat.dtensor.factors import facts
 from dtensor_compile.compat.dtensor.step_record import RecordedStep, StepCall
+
+T = TypeVar("T", bound=Hashable)
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -20,6 +23,14 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 def pattern(path: str) -> str:
     """A path with ``*`` in place of indices: ``blocks.3.attention`` -> ``blocks.*.attention``."""
     return _INDEX.sub(".*", path)
+
+
+def by_pattern(values: Mapping[str, T]) -> dict[str, T]:
+    """Values by path, with one row for equal blocks (``blocks.*.wq``) where all of them have the same."""
+    kinds: dict[str, set[T]] = {}
+    for path, value in values.items():
+        kinds.setdefault(pattern(path), set()).add(value)
+    return {pattern(path) if len(kinds[pattern(path)]) == 1 else path: value for path, value in values.items()}
 
 
 def facts_of_call(call: StepCall) -> Hashable:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dtensor_compile.compat.dtensor.step_record import FORWARD, StepCall
 from dtensor_compile.errors import PlacementError
-from dtensor_compile.global_plan.equal_calls import pattern
+from dtensor_compile.global_plan.equal_calls import by_pattern
 from dtensor_compile.global_plan.place import PlacementPlan
 
 #: Imports of the code, as far as it uses them.
@@ -96,7 +96,8 @@ def styles_code(plan: PlacementPlan) -> str:
     names = plan.mesh.mesh_dim_names or ()
     if len(names) > 2:
         raise PlacementError(f"styles are for meshes of one or two dims, not {len(names)}: write tensors or marks")
-    rows = "\n".join(f'    "{path}": {style},' for path, style in _by_pattern(plan).items())
+    styles = by_pattern({module.path: _style(plan, module) for module in _modules(plan)})
+    rows = "\n".join(f'    "{path}": {style},' for path, style in styles.items())
     inputs = "".join(f"{placement_word(placements[-1])}, " for placements in plan.inputs).rstrip(" ")
     body = _BODY.format(
         inner=names[-1],
@@ -122,15 +123,6 @@ def _outer_code(plan: PlacementPlan, outer: str) -> str:
 
 def _natural(path: str) -> list[object]:
     return [int(part) if part.isdigit() else part for part in path.split(".")]
-
-
-def _by_pattern(plan: PlacementPlan) -> dict[str, str]:
-    """The style of each module; one for equal blocks (``blocks.*.wq``) where all of them have the same."""
-    found = {module.path: _style(plan, module) for module in _modules(plan)}
-    kinds: dict[str, set[str]] = {}
-    for path, style in found.items():
-        kinds.setdefault(pattern(path), set()).add(style)
-    return {pattern(path) if len(kinds[pattern(path)]) == 1 else path: style for path, style in found.items()}
 
 
 def _modules(plan: PlacementPlan) -> Iterator[_Module]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from dtensor_compile.compat.dtensor.operator_strategies import Placements
-from dtensor_compile.global_plan.equal_calls import pattern
+from dtensor_compile.global_plan.equal_calls import by_pattern, pattern
 from dtensor_compile.global_plan.parallel_styles import placement_word, styles_code
 from dtensor_compile.global_plan.place import PlacementPlan
 
@@ -107,17 +107,6 @@ FORMS: dict[str, Callable[[PlacementPlan], str]] = {
     "styles": styles_code,
     "marks": _marks_code,
 }
-
-
-def by_pattern(placements: Mapping[str, Placements]) -> dict[str, Placements]:
-    """Placements with one row for equal blocks (``blocks.*.wq``) where all of them have the same."""
-    kinds: dict[str, set[Placements]] = {}
-    for name, of_name in placements.items():
-        kinds.setdefault(pattern(name), set()).add(of_name)
-    found: dict[str, Placements] = {}
-    for name, of_name in placements.items():
-        found[pattern(name) if len(kinds[pattern(name)]) == 1 else name] = of_name
-    return found
 
 
 def _code(placements: Placements) -> str:

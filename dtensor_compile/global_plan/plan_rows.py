@@ -84,14 +84,13 @@ class _Moves:
         self.variables, self.choice = variables, choice
         self.found: dict[int, dict[tuple[str, str, str, bool], list[float]]] = defaultdict(dict)
 
-    def add(self, variable: int, what: str, number: int, before: Placements, after: Placements) -> None:
+    def add(self, variable: int, what: str, number: int, before: Placements, after: Placements, hidden: bool) -> None:
         """One redistribution of a tensor."""
         if before == after:
             return
         costs = self.variables.costs
         size = self.variables.step.tensors[number].nbytes
         seconds, sent = costs.between(costs.codes([before]), costs.codes([after]), size)
-        hidden = number in self.variables.only_parameters or what.startswith("gradient")
         key = what, spec_text(before), spec_text(after), hidden
         total = self.found[variable].setdefault(key, [0.0, 0.0])
         total[0] += float(seconds[0, 0])
@@ -149,27 +148,20 @@ def _placed(variable: Variable, x: int) -> tuple[tuple[str, ...], tuple[str, ...
 
 def _all_moves(variables: StepVariables, choice: Sequence[int]) -> _Moves:
     step, moves = variables.step, _Moves(variables, choice)
-    makers = step.makers()
     for number, call in enumerate(step.calls):
         strategy, taken = variables.strategy(choice, number), taken_from(variables, choice, number)
         for place, (tensor, want) in enumerate(zip(call.inputs, strategy.inputs)):
-            moves.add(variables.of_call[number], f"argument {place}", tensor, taken[place] or moves.comes(tensor), want)
-    for tensor, pinned in step.pinned.items():
-        if tensor in makers:
-            call_number, place = makers[tensor]
-            made = variables.strategy(choice, call_number).outputs[place]
-            what = "gradient" if tensor in step.leaf_gradients else "result"
-            moves.add(variables.of_call[call_number], what, tensor, made, pinned)
+            before, hidden = taken[place] or moves.comes(tensor), tensor in variables.only_parameters
+            moves.add(variables.of_call[number], f"argument {place}", tensor, before, want, hidden)
     _add_shared(variables, choice, moves)
     for name, tensor in step.gradients.items():
-        parameter = moves.comes(step.parameters[name])
-        moves.add(
-            variables.sources[tensor].variable, f"gradient of {pattern(name)}", tensor, moves.comes(tensor), parameter
-        )
+        made, parameter = moves.comes(tensor), moves.comes(step.parameters[name])
+        what = f"gradient of {pattern(name)}"
+        moves.add(variables.sources[tensor].variable, what, tensor, made, parameter, True)
     results = [i for i, variable in enumerate(variables.model.variables) if variable.kind == "result"]
     for variable, tensor in zip(results, dict.fromkeys(step.results.get("", ()))):
         after = cast("Placements", variables.model.variables[variable].choices[choice[variable]])
-        moves.add(variable, "result", tensor, moves.comes(tensor), after)
+        moves.add(variable, "result", tensor, moves.comes(tensor), after, False)
     return moves
 
 
@@ -183,7 +175,8 @@ def _add_shared(variables: StepVariables, choice: Sequence[int], moves: _Moves) 
                 done.add(key)
                 shared = variables.shared[key]
                 first, second = variables.shared_pair(choice, shared)
-                moves.add(variables.of_call[number], "for several calls", tensor, first, second)
+                hidden = tensor in variables.only_parameters
+                moves.add(variables.of_call[number], "for several calls", tensor, first, second, hidden)
 
 
 class RowDifference(NamedTuple):

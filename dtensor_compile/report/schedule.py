@@ -110,6 +110,8 @@ class _InFlight:
 
     def beside(self, seconds: float, now: float) -> float:
         """Seconds of compute that begins `now` and takes `seconds` where no collective runs."""
+        if self.speed == 1.0:
+            return seconds
         self._ahead = [(start, end) for start, end in self._ahead if end > now]
         at, left = now, seconds
         for start, end in self._ahead:

@@ -107,7 +107,7 @@ class PlannedCalls(Calls):
 
     def _next(self, func: Any, args: Any, kwargs: Any) -> _Planned | None:
         phase = BACKWARD if is_backward() else FORWARD
-        if not _makesdtensors_in(func):
+        if not _makes_tensors(func):
             return None
         place = self._at[phase]
         if place == len(self._planned[phase]):
@@ -124,7 +124,7 @@ def _shapes(call: StepCall) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in tensor_leaves((call.args, call.kwargs))]
 
 
-def _makesdtensors_in(func: Any) -> bool:
+def _makes_tensors(func: Any) -> bool:
     return any("Tensor" in str(result.type) for result in func._schema.returns)
 
 

@@ -130,13 +130,11 @@ class _Recorder(Calls):
         for tensor in dtensors_in(value):
             self.step.pinned[self.number(tensor, tensor.device_mesh)] = tuple(tensor.placements)
 
-    def pin_gradient(self, gradient: torch.Tensor | None, of_leaf: Placements | None) -> None:
-        """The gradient of an input is read outside: of a leaf, by an optimizer, which wants it placed as the leaf."""
-        self.pin(gradient)
-        if isinstance(gradient, DTensor) and of_leaf is not None:
-            number = self.number(gradient, gradient.device_mesh)
-            self.step.pinned[number] = of_leaf
-            self.step.leaf_gradients.add(number)
+    def pin_leaf_gradient(self, gradient: DTensor, of_leaf: Placements) -> None:
+        """The gradient of a leaf is read by an optimizer, which wants it placed as the leaf."""
+        number = self.number(gradient, gradient.device_mesh)
+        self.step.pinned[number] = of_leaf
+        self.step.leaf_gradients.add(number)
 
 
 def _numbered(numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
@@ -221,8 +219,9 @@ def record_program(
             gradients = torch.autograd.grad(ends, trained, starts, allow_unused=True)
             leaves = [x.is_leaf for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
             for value, gradient, is_leaf in zip(trained, gradients, leaves):
-                placed = tuple(value.placements) if is_leaf and isinstance(value, DTensor) else None
-                recorder.pin_gradient(gradient, placed)
+                recorder.pin(gradient)
+                if is_leaf and isinstance(value, DTensor) and isinstance(gradient, DTensor):
+                    recorder.pin_leaf_gradient(gradient, tuple(value.placements))
     return step
 
 
