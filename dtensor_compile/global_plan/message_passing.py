@@ -27,8 +27,25 @@ MOST_PASSES, PATIENCE, PROGRESS = 400, 12, 1e-5
 #: Passes without progress after which what remains is solved exactly if its tables are small, and their entries.
 SOON, SMALL = 2, 1 << 20
 
-#: Passes over a problem of a branch, and entries of tables of costs that passes over branches may read.
-BRANCH_PASSES, MOST_WORK = 24, 1 << 25
+#: Passes over a problem of a branch, and work of all branches of a problem (see `Effort`).
+BRANCH_PASSES, MOST_WORK = 24, 1 << 28
+
+#: Work of a message beside that of its entries: its calls of numpy take as long as so many entries.
+_MESSAGE = 3000
+
+
+@dataclass
+class Effort:
+    """Work that searches may do, in entries of tables of costs that passes read: the same on all ranks, as times are
+    not.
+
+    Attributes:
+        left: of all searches; passes over a whole problem go on beyond it, branches do not.
+        branches: of branches of the next problem.
+    """
+
+    left: int = MOST_WORK
+    branches: int = MOST_WORK
 
 
 @dataclass
@@ -78,29 +95,34 @@ class _State:
         return self.cost - self.bound <= tolerance * abs(self.cost)
 
 
-def solve(problem: PairwiseProblem, tolerance: float = 0.0, most: int = MOST_PASSES) -> Solution:
+def solve(
+    problem: PairwiseProblem, tolerance: float = 0.0, most: int = MOST_PASSES, effort: Effort | None = None
+) -> Solution:
     """A solution with its bound; exact where what remains is small enough to be solved exactly.
 
     Args:
         tolerance: gap at which the search ends.
         most: passes at most.
+        effort: that is left for this and further searches.
     """
+    effort = effort or Effort()
     if not problem.own:
         return Solution((), 0.0, 0.0)
     root = _start(problem)
-    _pass(root, tolerance, most)
+    _pass(root, tolerance, most, effort)
     tolerance = max(tolerance, 1e-12)
     if not root.closed(tolerance) and not _finish(root):
-        root = _branch(root, tolerance)
+        root = _branch(root, tolerance, effort)
     cost = problem.cost(root.best)
     return Solution(root.best, cost, min(root.bound, cost))
 
 
-def _pass(this: _State, tolerance: float, most: int) -> None:
+def _pass(this: _State, tolerance: float, most: int, effort: Effort) -> None:
     """Passes messages until the gap is closed, or the bound rises no more."""
     stalled = 0
     for _ in range(most):
         before = this.bound
+        effort.left -= 2 * sum(costs.size + _MESSAGE for costs in this.pairs.values())
         _forward(this)
         _backward(this)
         stalled = stalled + 1 if this.bound - before <= PROGRESS * abs(this.cost) else 0
@@ -118,11 +140,12 @@ def _finish(this: _State, most: int = MOST_ENTRIES) -> bool:
     return True
 
 
-def _branch(root: _State, tolerance: float) -> _State:
+def _branch(root: _State, tolerance: float, effort: Effort) -> _State:
     """Branch and bound: the best solution found, with the least bound of all branches."""
-    best, work, number, dropped = root, 0, 0, math.inf
+    best, number, dropped = root, 0, math.inf
+    least = effort.left - effort.branches
     heap = [(root.bound, number, root)]
-    while heap and work < MOST_WORK:
+    while heap and effort.left > least:
         _, _, node = heapq.heappop(heap)
         node.best, node.cost = best.best, best.cost
         if node.closed(tolerance):
@@ -130,8 +153,7 @@ def _branch(root: _State, tolerance: float) -> _State:
             break
         for child in _halves(node):
             child.best, child.cost = best.best, best.cost
-            work += 2 * BRANCH_PASSES * sum(costs.size for costs in child.pairs.values())
-            _pass(child, tolerance, BRANCH_PASSES)
+            _pass(child, tolerance, BRANCH_PASSES, effort)
             is_open = not child.closed(tolerance) and not _finish(child)
             best = min(best, child, key=lambda state: state.cost)
             number += 1

@@ -22,6 +22,8 @@ from dtensor_compile.topology.links import CLUSTERS
 AS_FAST = 0.005
 #: Tolerance of the exact solver.
 EXACT = 2e-5
+#: How much slower than the best within a budget of memory, where the search is none of branches.
+WITHIN_A_BUDGET = 0.03
 SIZE = 2048
 
 
@@ -67,11 +69,11 @@ def model_of(mesh, seed: int, most: int, trained: bool):
     return build_variables(step, mesh, CLUSTERS["h100"])[0].model
 
 
-def exact(model) -> float:
-    """The least seconds of a step."""
+def exact(model, budget=None) -> float:
+    """The least seconds of a step whose memory is within a budget of bytes."""
     sizes = [len(variable.choices) for variable in model.variables]
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    exposed, hidden = [np.zeros(starts[-1])], [np.zeros(starts[-1])]
+    exposed, hidden, memory = [np.zeros(starts[-1])], [np.zeros(starts[-1])], [np.concatenate(model.memory)]
     upper, rows, columns, values, equals = [np.ones(starts[-1])], [], [], [], []
     for i, size in enumerate(sizes):
         rows += [len(equals)] * size
@@ -84,10 +86,12 @@ def exact(model) -> float:
             exposed[0][starts[i] : starts[i + 1]] += np.where(np.isfinite(d := pair.exposed.diagonal()), d, 0.0)
             upper[0][starts[i] : starts[i + 1]] *= np.isfinite(d)
             hidden[0][starts[i] : starts[i + 1]] += pair.hidden.diagonal()
+            memory[0][starts[i] : starts[i + 1]] += pair.memory.diagonal()
             continue
         possible = np.isfinite(pair.exposed) & np.isfinite(pair.hidden)
         exposed.append(np.where(possible, pair.exposed, 0.0).ravel())
         hidden.append(np.where(possible, pair.hidden, 0.0).ravel())
+        memory.append(np.where(possible, pair.memory, 0.0).ravel())
         upper.append(possible.ravel().astype(float))
         numbers = at + np.arange(possible.size).reshape(possible.shape)
         at += possible.size
@@ -97,7 +101,7 @@ def exact(model) -> float:
                 columns += [*of_choice.tolist(), int(start + x)]
                 values += [*[1.0] * len(of_choice), -1.0]
                 equals.append(0.0)
-    exposed, hidden, upper = map(np.concatenate, (exposed, hidden, upper))
+    exposed, hidden, memory, upper = map(np.concatenate, (exposed, hidden, memory, upper))
     compute = np.concatenate([*model.compute, np.zeros(at - starts[-1])])
     busy = coo_array(np.stack([compute + model.contention * hidden, hidden]))
     equal = coo_array((values, (rows, columns)), shape=(len(equals), at + 1))
@@ -108,8 +112,12 @@ def exact(model) -> float:
         np.append(exposed, 1.0) * scale,
         integrality=np.append(np.arange(at) < starts[-1], 0),
         bounds=Bounds(0.0, np.append(upper, np.inf)),
-        constraints=[LinearConstraint(equal.tocsr(), equals, equals), LinearConstraint(beside.tocsr(), -np.inf, 0.0)],
-        options={"mip_rel_gap": 1e-9},
+        constraints=[
+            LinearConstraint(equal.tocsr(), equals, equals),
+            LinearConstraint(beside.tocsr(), -np.inf, 0.0),
+            LinearConstraint(np.append(memory, 0.0)[None] / (budget or 1.0), -np.inf, 1.0 if budget else np.inf),
+        ],
+        options={"mip_rel_gap": 1e-9 if budget is None else 1e-4},
     )
     assert found.success, found.message
     return found.fun / scale
@@ -138,6 +146,31 @@ def test_many_small_programs_are_placed_as_well_as_can_be(mesh, seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_small_programs_with_a_backward_pass(mesh, seed):
     check(model_of(mesh, seed, 4, True))
+
+
+def check_within_budgets(model) -> None:
+    """Compares at budgets between the least memory and that of the fastest plan."""
+    fast, least = choose_placements(model), choose_placements(model, 0.0)
+    assert not least.fits
+    assert least.memory <= fast.memory
+    for part in (0.1, 0.5, 0.9):
+        budget = least.memory + part * (fast.memory - least.memory)
+        choice, best = choose_placements(model, budget), exact(model, budget)
+        assert choice.fits
+        assert choice.memory <= budget
+        assert choice.bound <= best * (1 + 2e-4)
+        assert choice.seconds <= best * (1 + WITHIN_A_BUDGET)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_small_programs_within_a_budget(mesh, seed):
+    check_within_budgets(model_of(mesh, seed, 4, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 20))
+def test_many_small_programs_within_a_budget(mesh, seed):
+    check_within_budgets(model_of(mesh, seed, 4, True))
 
 
 def test_all_plans_of_a_tiny_program(mesh):
