@@ -77,6 +77,8 @@ class Candidates:
                 inputs = _over_mesh([s.inputs for s in combination], factors)
                 if not all(self._even(x.shape, p) for x, p in zip(tensors, inputs)):
                     continue
+                if call.cuts_once and any(map(_cut_twice, inputs)):
+                    continue
                 made = asked(call, self.mesh, inputs) if views else None
                 if made is None and (views or not self._takes(call, combination, factors)):
                     continue
@@ -134,6 +136,12 @@ def pieces_of_dims(ndim: int, placements: Placements, mesh_shape: Sequence[int])
         math.prod(n for placement, n in zip(placements, mesh_shape) if sharded_dim(placement) == dim)
         for dim in range(ndim)
     ]
+
+
+def _cut_twice(placements: Placements) -> bool:
+    """Whether a tensor dim is sharded over several mesh dims."""
+    dims = [sharded_dim(placement) for placement in placements if sharded_dim(placement) is not None]
+    return len(set(dims)) < len(dims)
 
 
 def _orders(strategy: Strategy, mesh_dim: int, given: Sequence[tuple[Placements, ...]]) -> list[int | None]:

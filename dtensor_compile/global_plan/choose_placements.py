@@ -107,7 +107,7 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
     """
     search = _Search(model, budget, overlaps)
     search.start()
-    if search.fits():
+    if search.fits() and any(choice.possible for choice in search.found):
         search.tighten()
         search.combine()
     best = best_of(search.found)
@@ -160,7 +160,7 @@ class _Search:
         """Searches without a price, and if nothing fits, at the highest."""
         for hiding in _COMPUTE_BOUND if self.overlaps else (0.0,):
             self._at_no_price(hiding)
-        if self.budget is None or all(choice.fits for choice in self.found):
+        if self.budget is None or all(choice.fits for choice in self.found) or not self.found[0].possible:
             return
         seconds = self.found[0].seconds / max(1.0, self.budget)
         self.ceiling = _CEILING * seconds
@@ -211,7 +211,8 @@ class _Search:
         """Searches without a price, and at one for which a plan that holds nothing may be slower by a small fraction:
         memory has a price where it has none."""
         choice = self._at(hiding, 0.0)
-        self._at(hiding, _AS_FAST * choice.seconds / max(1.0, choice.memory))
+        if choice.possible:
+            self._at(hiding, _AS_FAST * choice.seconds / max(1.0, choice.memory))
 
     def _at(self, hiding: float, price: float) -> Choice:
         """The best choice for a weight and a price."""

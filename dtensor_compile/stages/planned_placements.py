@@ -100,15 +100,28 @@ def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedC
     if not choice.possible or greedy.seconds <= choice.seconds:
         why = "no other placements are possible" if not choice.possible else "no others are faster, by estimate"
         this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}")])
+        this.log.decided(_corrected(step))
         return PlannedCalls(step, [step.taken[call] for call in calls], [(None,) * len(c.inputs) for c in step.calls])
+    own = f"{greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes"
     reason = (
         f"placements for {len(step.calls)} calls together: {choice.seconds * 1e3:.3f} ms and {choice.sent:,.0f} bytes "
-        f"a step by estimate, instead of {greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes; at most "
+        f"a step by estimate, instead of {own if greedy.possible else 'ones that have no estimate'}; at most "
         f"{choice.gap:.1%} above the best"
     )
     this.log.decided([Decision(GLOBAL_PLAN, "", reason)])
+    this.log.decided(_corrected(step))
     strategies = [variables.strategy(choice.choice, call) for call in calls]
     return PlannedCalls(step, strategies, [taken_from(variables, choice.choice, call) for call in calls])
+
+
+def _corrected(step: RecordedStep) -> list[Decision]:
+    """What the program computes otherwise than in eager, where DTensor's numbers depend on the placements."""
+    names = ", ".join(sorted(name.removeprefix("aten::") for name in step.in_parts))
+    reason = (
+        f"{names}: the gradient of the mean over the whole tensor; where it is sharded, DTensor's own divides by the "
+        "elements of a shard, and is larger by the number of shards"
+    )
+    return [Decision(GLOBAL_PLAN, "", reason)] if names else []
 
 
 def _greedy(step: RecordedStep, variables: StepVariables) -> Choice:

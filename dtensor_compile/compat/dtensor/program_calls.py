@@ -32,6 +32,7 @@ from dtensor_compile.compat.dtensor.step_record import (
     RecordedStep,
     StepCall,
     Strategy,
+    parts_of,
 )
 
 
@@ -56,12 +57,24 @@ def is_backward() -> bool:
 
 
 class Calls(TorchDispatchMode):
-    """Sees calls of operators on DTensors."""
+    """Sees calls of operators on DTensors.
+
+    Attributes:
+        in_parts: names of operators that it saw as their parts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_parts: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name in TRANSPARENT or not dtensors_in((args, kwargs)):
             return func(*args, **kwargs)
+        if (parts := parts_of(func)) is not None:
+            self.in_parts.add(func._schema.name)
+            with self:
+                return parts(*args, **kwargs)
         return self.call(func, args, kwargs)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -222,6 +235,7 @@ def record_program(
                 recorder.pin(gradient)
                 if is_leaf and isinstance(value, DTensor) and isinstance(gradient, DTensor):
                     recorder.pin_leaf_gradient(gradient, tuple(value.placements))
+    step.in_parts |= recorder.in_parts
     return step
 
 

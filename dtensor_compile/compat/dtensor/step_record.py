@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch.distributed.tensor import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -28,8 +29,16 @@ FORWARD, BACKWARD = "forward", "backward"
 Placements = tuple[Placement, ...]
 
 #: Operators that DTensor runs on the local tensors of weights as they are stored, whatever its rule says, and the
-#: places of these weights among their tensors (`torch.distributed.tensor._tp_conv`).
+#: places of these weights among their tensors: convolutions (`torch.distributed.tensor._tp_conv`).
 _AS_STORED = {"aten::convolution": (1, 2), "aten::convolution_backward": (2,)}
+
+#: Gradients of losses that divide by the number of elements of the tensor that they are given, which of a shard is not
+#: that of the whole: DTensor finds no rule for them, takes that of their parts, and runs them on shards. The gradient
+#: of a mean over n shards is n times too large then, also in eager (2.11 to 2.15). They are recorded as their parts.
+_DIVIDES_BY_ELEMENTS = frozenset({
+    "aten::binary_cross_entropy_backward", "aten::huber_loss_backward", "aten::mse_loss_backward",
+    "aten::smooth_l1_loss_backward", "aten::soft_margin_loss_backward",
+})  # fmt: skip
 
 #: Operators that return their argument, or something that is no tensor.
 TRANSPARENT = frozenset({"aten::detach", "aten::alias", "prim::device", "aten::lift_fresh"})
@@ -69,6 +78,12 @@ class StepCall:
         return self.op._schema.name.replace("::", ".")
 
     @property
+    def cuts_once(self) -> bool:
+        """Whether DTensor cannot run it on a tensor of which one dim is sharded over several mesh dims, though its rule
+        takes them: the implementation of convolutions reads `DTensorSpec.dim_map`."""
+        return self.op._schema.name in _AS_STORED
+
+    @property
     def written(self) -> frozenset[int]:
         """Places among its tensors of those that it writes to; all of them where it takes lists of tensors."""
         if not self.op._schema.is_mutable:
@@ -100,6 +115,7 @@ class RecordedStep:
         pinned: placements in which tensors are made whatever their call makes, as code outside of the calls reads them.
         leaf_gradients: those of `pinned` that are gradients of leaves: made in the placements of their leaves.
         as_stored: weights that calls must read as they come, as pairs of a call and a place among its tensors.
+        in_parts: operators that were recorded as their parts.
         kept: by number of a call, the strategy that it keeps.
         placements: of DTensors, those that they had.
         taken: by number of a call, the strategy with which it ran.
@@ -118,6 +134,7 @@ class RecordedStep:
     pinned: dict[int, Placements] = field(default_factory=dict)
     leaf_gradients: set[int] = field(default_factory=set)
     as_stored: set[tuple[int, int]] = field(default_factory=set)
+    in_parts: set[str] = field(default_factory=set)
     kept: dict[int, Strategy] = field(default_factory=dict)
     placements: dict[int, Placements] = field(default_factory=dict)
     taken: dict[int, Strategy] = field(default_factory=dict)
@@ -145,6 +162,11 @@ def makes_alias(op: torch._ops.OpOverload) -> bool:
     return not op._schema.is_mutable and any(result.alias_info is not None for result in op._schema.returns)
 
 
+def parts_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """The operator in terms of others, if it has to be placed so; None for most."""
+    return decomposition_table[op] if op._schema.name in _DIVIDES_BY_ELEMENTS and op in decomposition_table else None
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, step: RecordedStep) -> None:
         super().__init__()
@@ -166,6 +188,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (parts := parts_of(func)) is not None:
+            self.step.in_parts.add(func._schema.name)
+            with self:
+                return parts(*args, **kwargs)
         out = func(*args, **kwargs)
         results = tensor_leaves(out)
         module = self._module()
@@ -274,5 +300,6 @@ __all__ = [
     "StepCall",
     "Strategy",
     "makes_alias",
+    "parts_of",
     "record_step",
 ]
