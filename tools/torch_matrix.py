@@ -29,8 +29,8 @@ CORPUS = ROOT.parent / "shared" / "corpus"
 #: The primary release first.
 RELEASES = ("2.13.0", "2.14.1", "2.15.0", "2.11.0")
 NEEDED = (
-    "setuptools>=77", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "pytest>=8", "pytest-timeout",
-    "pytest-xdist", "expecttest", "hypothesis", "jsonschema", "plotly>=6",
+    "setuptools>=77", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "scipy>=1.12", "pytest>=8",
+    "pytest-timeout", "pytest-xdist", "expecttest", "hypothesis", "jsonschema", "plotly>=6",
 )  # fmt: skip
 #: Of the catalogue, the one to have first.
 VERDICTS = ("PASS", "BREAK", "ERROR", "HANG/DIED", "WRONG", "ERROR-BWD", "BOTH-ERR", "LENIENT", "RUNNER")

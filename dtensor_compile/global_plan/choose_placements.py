@@ -172,14 +172,15 @@ class _Search:
 
     def tighten(self) -> None:
         """Raises the bound where it can be raised most, until a choice is close to it."""
-        tried: set[tuple[float, float]] = set()
+        tried: set[tuple[str, str]] = set()
         for _ in range(_SEARCHES):
             hiding, price, highest = self._best_weights()
-            if self._closed() or (hiding, price) in tried or self.effort.left <= 0:
+            place = f"{hiding:.3f}", f"{price:.2e}"
+            if self._closed() or place in tried or self.effort.left <= 0:
                 return
             if highest - self.bound <= _CLOSE * highest:
                 return
-            tried.add((hiding, price))
+            tried.add(place)
             if price:
                 self._at(hiding, price)
             else:

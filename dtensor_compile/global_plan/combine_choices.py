@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from scipy import sparse
 
 #: Columns of a program at most, nodes of its branch and bound, and the gap at which that ends.
-MOST_COLUMNS, _NODES, _GAP = 4096, 32, 1e-3
+MOST_COLUMNS, _NODES, _GAP = 3072, 32, 1e-3
 
 #: Fraction of the seconds that all bytes sent, and all bytes held, are worth: of plans as fast, the smaller one.
 _BYTES_WORTH = 0.0025

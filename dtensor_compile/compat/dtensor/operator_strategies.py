@@ -33,33 +33,45 @@ from dtensor_compile.errors import one_line
 
 
 class _Asked(threading.local):
-    """The call about which this thread asks."""
+    """The call about which this thread asks, and whether only for a strategy without redistributions."""
 
     call: StepCall | None = None
+    as_it_is: bool = False
 
 
 _asked = _Asked()
 _RESULTS = patch(
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached", "self op_schema"
 )
+_COSTS = patch("torch.distributed.tensor._ops.utils:redistribute_cost", "current_spec target_spec")
 
 
 @needs(
     "results of recorded operators",
     _RESULTS,
-    without="rules are asked in about twice the time, as each answer runs the operator on fake tensors",
+    _COSTS,
+    without="rules are asked in about twice the time, as each answer runs the operator on fake tensors; from 2.15 on it "
+    "takes minutes, as each cost of a strided shard is a search",
     upstream="not reported: torch asks once for each operator of a program",
     remove_when="DTensor lists the strategies of an operator itself",
 )
 @contextlib.contextmanager
 def results_known() -> Iterator[None]:
-    """While active, sizes and strides of the results of a call that is asked about are taken from its recording."""
+    """While active, sizes and strides of the results of a call that is asked about are taken from its recording, and
+    nothing but what stays as it is costs nothing where only that is asked for: torch then chooses it, if it is there
+    (`_select_min_cost_strategy`)."""
 
     def known(stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
         call = _asked.call
         return stock(self, op_schema) if call is None or call.op is not op_schema.op else _metas(call.result)
 
-    with patched(_RESULTS, known):
+    def cost(stock: Callable[..., Any], current: DTensorSpec, target: DTensorSpec) -> Any:
+        if not _asked.as_it_is:
+            return stock(current, target)
+        same = current.placements == target.placements and current.shard_order == target.shard_order
+        return 0.0 if same else 1.0
+
+    with patched(_RESULTS, known), patched(_COSTS, cost):
         yield
 
 
@@ -125,7 +137,11 @@ def _placements(value: Any) -> tuple[Placements, ...]:
 
 def asked(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | None:
     """The strategy with exactly these inputs; None if DTensor's rule refuses them or redistributes one."""
-    found = ask(call, mesh, given)
+    _asked.as_it_is = True
+    try:
+        found = ask(call, mesh, given)
+    finally:
+        _asked.as_it_is = False
     return found if isinstance(found, Strategy) and found.inputs == tuple(given) else None
 
 
