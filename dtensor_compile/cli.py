@@ -35,6 +35,10 @@ def main(argv: list[str] | None = None) -> int:
         from dtensor_compile.forecast import place_command
 
         return place_command.main(argv[1:])
+    if argv[:1] == ["explain"]:
+        from dtensor_compile.forecast import place_command
+
+        return place_command.explain(argv[1:])
     parser = argparse.ArgumentParser(
         prog="dtensor-compile", description='tools around torch.compile(model, backend="dtensor")'
     )
@@ -51,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         "plan", help="memory and time of a training step on a cluster that is not there: dtensor-compile plan --help"
     )
     commands.add_parser("place", help="placements for a training step, found for a mesh: dtensor-compile place --help")
+    commands.add_parser(
+        "explain", help="why a value has its placement, and what others cost: dtensor-compile explain --help"
+    )
     demo = commands.add_parser(
         "demo", help="train a small Llama in eager, with stock Inductor and with this backend, and compare"
     )

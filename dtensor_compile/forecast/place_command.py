@@ -46,7 +46,8 @@ from dtensor_compile.topology.links import CLUSTERS
 _STATES = {"adamw": 3.0, "adam": 3.0, "sgd": 1.0, "none": 0.0}
 
 
-def parser(program: str) -> argparse.ArgumentParser:
+def parser(program: str, explains: bool = False) -> argparse.ArgumentParser:
+    """The command's arguments; `explains`: a value has to be named."""
     p = options_parser(program)
     p.add_argument("--mesh", metavar="dp=8,tp=8", help="mesh to place over")
     p.add_argument(
@@ -54,7 +55,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     p.add_argument("--memory", metavar="80GB", help="memory that a rank may hold (default: no limit)")
     add_step_arguments(p)
-    p.add_argument("--value", metavar="NAME", help="other placements of a parameter, an input or a module's result")
+    value = "other placements of a parameter, an input or a module's result, what each costs, and what rules refuse"
+    p.add_argument("--value", metavar="NAME", required=explains, help=value)
     p.add_argument(
         "--compare",
         metavar="PLAN|FILE",
@@ -76,6 +78,12 @@ def parser(program: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str], program: str = "dtensor-compile place") -> int:
     """Runs the command; returns the exit status."""
     return main_of(parser(program), argv, _run, "Scripts cannot be placed: give a function.")
+
+
+def explain(argv: Sequence[str]) -> int:
+    """``dtensor-compile explain``: the same for one value of the plan."""
+    p = parser("dtensor-compile explain", explains=True)
+    return main_of(p, argv, _run, "Scripts cannot be placed: give a function.")
 
 
 def _run(args: argparse.Namespace) -> int:

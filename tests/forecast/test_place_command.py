@@ -32,7 +32,8 @@ def test_a_plan_its_alternatives_and_known_plans(capsys):
 
 def test_tables_and_code(capsys, tmp_path):
     file = tmp_path / "plan.py"
-    assert main(["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--code", str(file), "--value", "1.down"]) == 0
+    assert main(["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--code", str(file)]) == 0
+    assert main(["explain", HERE + "tokens", "--mesh", "dp=2,tp=2", "--value", "1.down"]) == 0
     out = capsys.readouterr().out
     assert "placements over dp=2 tp=2" in out and "fully_shard over dp x tensor parallel over tp" in out
     assert "placements of 1.down" in out

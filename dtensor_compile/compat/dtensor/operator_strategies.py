@@ -50,8 +50,8 @@ _COSTS = patch("torch.distributed.tensor._ops.utils:redistribute_cost", "current
     "results of recorded operators",
     _RESULTS,
     _COSTS,
-    without="rules are asked in about twice the time, as each answer runs the operator on fake tensors; from 2.15 on it "
-    "takes minutes, as each cost of a strided shard is a search",
+    without="rules are asked in twice the time, as each answer runs the operator on fake tensors; in minutes from "
+    "2.15 on, where each cost of a strided shard is a search",
     upstream="not reported: torch asks once for each operator of a program",
     remove_when="DTensor lists the strategies of an operator itself",
 )
