@@ -46,8 +46,7 @@ from dtensor_compile.topology.links import CLUSTERS
 _STATES = {"adamw": 3.0, "adam": 3.0, "sgd": 1.0, "none": 0.0}
 
 
-def parser(program: str, explains: bool = False) -> argparse.ArgumentParser:
-    """The command's arguments; `explains`: a value has to be named."""
+def parser(program: str) -> argparse.ArgumentParser:
     p = options_parser(program)
     p.add_argument("--mesh", metavar="dp=8,tp=8", help="mesh to place over")
     p.add_argument(
@@ -56,7 +55,7 @@ def parser(program: str, explains: bool = False) -> argparse.ArgumentParser:
     p.add_argument("--memory", metavar="80GB", help="memory that a rank may hold (default: no limit)")
     add_step_arguments(p)
     value = "other placements of a parameter, an input or a module's result, what each costs, and what rules refuse"
-    p.add_argument("--value", metavar="NAME", required=explains, help=value)
+    p.add_argument("--value", metavar="NAME", help=value)
     p.add_argument(
         "--compare",
         metavar="PLAN|FILE",
@@ -82,8 +81,13 @@ def main(argv: Sequence[str], program: str = "dtensor-compile place") -> int:
 
 def explain(argv: Sequence[str]) -> int:
     """``dtensor-compile explain``: the same for one value of the plan."""
-    p = parser("dtensor-compile explain", explains=True)
-    return main_of(p, argv, _run, "Scripts cannot be placed: give a function.")
+    return main_of(parser("dtensor-compile explain"), argv, _explained, "Scripts cannot be placed: give a function.")
+
+
+def _explained(args: argparse.Namespace) -> int:
+    if args.value is None:
+        raise TargetError("--value is missing: what to explain, a parameter, an input's number or a module")
+    return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:

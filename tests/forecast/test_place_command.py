@@ -118,6 +118,8 @@ def test_bad_input(capsys):
     ):
         assert main(["place", *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+    assert main(["explain", HERE + "tokens", "--mesh", "tp=2"]) == 2
+    assert "--value is missing" in capsys.readouterr().err
 
 
 def test_the_default_dtype_and_device_are_as_before():
