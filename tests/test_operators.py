@@ -189,8 +189,8 @@ def test_fill_keeps_the_shards():
 @pytest.mark.parametrize("shape", [(8, 8), pytest.param((2, 1, 8, 8), marks=pytest.mark.slow), (2, 4, 8, 8)])
 @on_ranks(2)
 def test_attention_with_a_mask(shape):
-    """Heads or batch stay sharded where the mask allows it; torch has no rule for it, so the reference are whole
-    tensors.
+    """Heads or batch stay sharded, and a replicated mask is cut as they are, without communication; torch has no rule
+    for it, so the reference are whole tensors.
     """
     torch.manual_seed(0)
     mesh = make_mesh((2,), ("tp",))
@@ -206,6 +206,7 @@ def test_attention_with_a_mask(shape):
         for mask_placement in cut:
             q = distribute_tensor(whole, mesh, [placement]).requires_grad_()
             out = run(attend, q, distribute_tensor(mask, mesh, [mask_placement]))
+            assert out.placements == (placement,)
             torch.testing.assert_close(out.full_tensor(), want)
             out.square().sum().full_tensor().backward()
             torch.testing.assert_close(q.grad.full_tensor(), reference.grad)

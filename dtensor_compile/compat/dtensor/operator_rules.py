@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, OutputSharding
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -65,6 +67,9 @@ def can_replicate(op: torch._ops.OpOverload) -> bool:
 def strategy_of(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpStrategy:
     """The strategy that torch expects of a rule: every combination of `layouts` over the mesh, with its cost.
 
+    torch redistributes positional arguments only. A keyword tensor may be cut further than it is, without
+    communication (`with_keywords` says how).
+
     Raises:
         RuntimeError: no combination accepts the keyword tensors as they are placed.
     """
@@ -73,11 +78,11 @@ def strategy_of(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpS
     inplace = schema.is_inplace_op()
     strategy = expand_to_full_mesh_op_strategy(mesh, schema, layouts(schema), input_index=outputs, inplace_op=inplace)
     keywords = [value.strategies[0].output_spec.placements for value in schema.kwargs_strategy]
-    if keywords:  # torch redistributes positional arguments only
+    if keywords:
         fits = [
             s
             for s in strategy.strategies
-            if [spec.placements for spec in (s.input_specs or ())[-len(keywords) :]] == keywords
+            if all(map(_cuts, keywords, [spec.placements for spec in (s.input_specs or ())[-len(keywords) :]]))
         ]
         if not fits:
             given = ", ".join(str(tuple(placements)) for placements in keywords)
@@ -86,6 +91,41 @@ def strategy_of(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpS
             )
         strategy = OpStrategy(fits)
     return strategy
+
+
+def _cuts(now: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
+    """Whether each rank has what it needs to place a tensor otherwise."""
+    return all(p == q or p.is_replicate() and q.is_shard() for p, q in zip(now, wanted))
+
+
+def with_keywords(decision: OutputSharding, strategy: OpStrategy, schema: OpSchema) -> OutputSharding:
+    """The decision, with keyword tensors placed as the strategy that was chosen has them.
+
+    Args:
+        decision: torch's, from among those of `strategy`.
+        strategy: from `strategy_of`.
+        schema: of the call.
+    """
+    names = [name for name, value in schema.kwargs_schema.items() if isinstance(value, DTensorSpec)]
+    made = [leaf.placements for leaf in tree_leaves(decision.output_spec) if isinstance(leaf, DTensorSpec)]
+    for chosen in strategy.strategies:
+        outputs = [leaf.placements for leaf in tree_leaves(chosen.output_specs) if isinstance(leaf, DTensorSpec)]
+        if not names or outputs != made:
+            continue
+        placed = dict(zip(names, (spec.placements for spec in (chosen.input_specs or ())[-len(names) :])))
+        keywords = {name: _placed(value, placed.get(name)) for name, value in schema.kwargs_schema.items()}
+        if keywords != schema.kwargs_schema:
+            used = decision.redistribute_schema or schema
+            decision.redistribute_schema = OpSchema(used.op, used.args_schema, keywords, used.schema_info)
+            decision.needs_redistribute = True
+        break
+    return decision
+
+
+def _placed(value: Any, placements: Sequence[Placement] | None) -> Any:
+    if not isinstance(value, DTensorSpec) or placements is None or tuple(placements) == value.placements:
+        return value
+    return DTensorSpec(value.mesh, tuple(placements), value.tensor_meta)
 
 
 def replicated(schema: OpSchema) -> Layouts:

@@ -13,6 +13,7 @@ Inside:
 - ``one_hot`` compares with numbers that are the same on every rank.
 - An operator in `RULES` follows the rule there; an operator without a rule runs on replicated tensors (`fallback`).
 - Each row-wise lookup has its own mask.
+- A keyword tensor (a mask of attention) is cut as the rule of its operator wants it.
 - A DTensor with strided shards can be flattened and unflattened.
 - A rank outside of a mesh decides as the ranks inside do. torch counts every redistribution as free there, which would
   select the first strategy of an operator.
@@ -62,6 +63,7 @@ from dtensor_compile.compat.dtensor.sharding_decisions import (
     propagate,
     this_thread,
 )
+from dtensor_compile.compat.dtensor.specs import redistribute_local
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.settings import implicit_replication
 from dtensor_compile.compat.patches import Patch, hook, if_there, needs, patch
@@ -92,7 +94,18 @@ def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
         return object.__hash__(self)
 
 
-def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_values: bool) -> Any:
+def _local_arguments(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_values: bool) -> Any:
+    """Redistributes keyword tensors too, which torch leaves as they are."""
+    done = stock(info, _with_own_mask(info, schema), use_values)
+    now = {} if info.schema is None else info.schema.kwargs_schema
+    for name, wanted in schema.kwargs_schema.items():
+        here, local = now.get(name), info.local_kwargs.get(name)
+        if isinstance(wanted, DTensorSpec) and isinstance(here, DTensorSpec) and isinstance(local, torch.Tensor):
+            info.local_kwargs[name] = local if here == wanted else redistribute_local(local, here, wanted)
+    return done
+
+
+def _with_own_mask(info: OpInfo, schema: OpSchema) -> OpSchema:
     """Gives the decision for a row-wise lookup a new mask before the lookup runs; earlier results keep theirs.
 
     torch keeps the mask in the placement of the cached decision, which equal lookups share, and compares masks, which
@@ -108,7 +121,7 @@ def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_val
         decision.output_spec = tree_map(functools.partial(_with_placements, fresh), decision.output_spec)
         values = tree_map(functools.partial(_with_placements, fresh), schema.args_schema)
         schema = decision.redistribute_schema = OpSchema(schema.op, values, schema.kwargs_schema, schema.schema_info)
-    return stock(info, schema, use_values)
+    return schema
 
 
 def _with_placements(new: Mapping[Placement, Placement], value: Any) -> Any:
@@ -211,7 +224,7 @@ _CHANGES: dict[Patch, Callable[..., Any]] = {
     patch(
         "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
         "op_info suggested_input_schema use_val_from_redistribute_schema",
-    ): _own_mask,
+    ): _local_arguments,
     patch("torch.distributed.tensor._op_schema:OpSchema.__hash__", "self"): _hash,
     patch("torch.distributed.tensor._dtensor_spec:DTensorSpec._hash_impl", "self"): _spec_hash,
     patch("torch.distributed.device_mesh:DeviceMesh._is_current_rank_part_of_mesh", "self"): _is_part_of_mesh,

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,7 +24,15 @@ from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.aot.shapes import has_hint
 from dtensor_compile.compat.apply_patches import ABSENT, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
-from dtensor_compile.compat.dtensor.operator_rules import RULES, anywhere, aten, can_replicate, replicated, strategy_of
+from dtensor_compile.compat.dtensor.operator_rules import (
+    RULES,
+    anywhere,
+    aten,
+    can_replicate,
+    replicated,
+    strategy_of,
+    with_keywords,
+)
 from dtensor_compile.compat.dtensor.specs import meta_of
 from dtensor_compile.compat.patches import patch
 
@@ -213,8 +221,8 @@ def _propagated(replicate: Callable[[], bool], stock: Callable[..., Any], self: 
     decision.output_spec = tree_map(_over_real_mesh, decision.output_spec)
     schema = decision.redistribute_schema
     if schema is not None:
-        values = tree_map(_over_real_mesh, schema.args_schema)
-        decision.redistribute_schema = OpSchema(schema.op, values, schema.kwargs_schema, schema.schema_info)
+        values, keywords = tree_map(_over_real_mesh, (schema.args_schema, schema.kwargs_schema))
+        decision.redistribute_schema = OpSchema(schema.op, values, keywords, schema.schema_info)
     return decision
 
 
@@ -260,12 +268,19 @@ def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any,
             this_thread.on_fallback(str(op))
     this_thread.decided = True
     single = self.op_single_dim_strategy_funcs
+    made: list[OpStrategy] = []
+
+    def rule_of_op(schema: OpSchema) -> OpStrategy:
+        made.append(strategy_of(layouts, schema))
+        return made[-1]
+
     with contextlib.ExitStack() as stack:
-        rule = {op: functools.partial(strategy_of, layouts)}
+        rule = {op: rule_of_op}
         stack.enter_context(patched_entries(STRATEGIES, rule, self.op_strategy_funcs))
         if op in single:  # 2.14 has a rule for `slice_backward`, which takes precedence
             stack.enter_context(patched_entries(SINGLE_DIM_STRATEGIES, {op: ABSENT}, single))
-        return stock(self, op_schema)
+        decision = stock(self, op_schema)
+    return with_keywords(decision, made[-1], op_schema) if made else decision
 
 
 def _with_whole_slice(schema: OpSchema) -> OpSchema:
