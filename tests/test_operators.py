@@ -186,6 +186,19 @@ def test_fill_keeps_the_shards():
     torch.testing.assert_close(out.full_tensor(), x.full_tensor() + 3)
 
 
+@on_ranks(2)
+def test_one_value_is_assigned_to_a_column_of_shards():
+    def program(x):
+        y = x.clone()
+        y[..., 0] = 3
+        return y * 2
+
+    x = tensor(7, 2, grad=False)
+    out = run(program, x)
+    assert out.placements == (Shard(0),)
+    torch.testing.assert_close(out.full_tensor(), program(x.full_tensor()))
+
+
 @pytest.mark.parametrize("shape", [(8, 8), pytest.param((2, 1, 8, 8), marks=pytest.mark.slow), (2, 4, 8, 8)])
 @on_ranks(2)
 def test_attention_with_a_mask(shape):

@@ -51,6 +51,10 @@ RULES |= {
     overload: lambda schema: _on_dims(1, 1, range(schema.args_strategy[0].ndim))
     for overload in (aten.fill_.Scalar, aten.fill.Scalar)
 }
+RULES |= {
+    overload: lambda schema: [[*layout, Replicate()] for layout in _on_dims(1, 1, range(schema.args_strategy[0].ndim))]
+    for overload in (aten.fill_.Tensor, aten.fill.Tensor)  # the value is a tensor without dims
+}
 
 
 def can_replicate(op: torch._ops.OpOverload) -> bool:
