@@ -23,6 +23,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.compat.dtensor.operator_rules import keywords_taken
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -108,7 +110,7 @@ def _ask(
     assert used is not None  # `needs_redistribute` implies it
     inputs = [
         leaf
-        for leaf in tree_leaves((used.args_schema, used.kwargs_schema or schema.kwargs_schema))
+        for leaf in tree_leaves((used.args_schema, keywords_taken(used) or schema.kwargs_schema))
         if isinstance(leaf, DTensorSpec)
     ]
     outputs = [leaf for leaf in tree_leaves(decision.output_spec) if isinstance(leaf, DTensorSpec)]

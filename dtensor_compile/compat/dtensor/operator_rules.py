@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -117,7 +117,7 @@ def with_keywords(decision: OutputSharding, strategy: OpStrategy, schema: OpSche
         if not names or outputs != made:
             continue
         placed = dict(zip(names, (spec.placements for spec in (chosen.input_specs or ())[-len(names) :])))
-        keywords = {name: _placed(value, placed.get(name)) for name, value in schema.kwargs_schema.items()}
+        keywords = {name: _cut(value, placed.get(name)) for name, value in schema.kwargs_schema.items()}
         if keywords != schema.kwargs_schema:
             used = decision.redistribute_schema or schema
             decision.redistribute_schema = OpSchema(used.op, used.args_schema, keywords, used.schema_info)
@@ -126,10 +126,23 @@ def with_keywords(decision: OutputSharding, strategy: OpStrategy, schema: OpSche
     return decision
 
 
-def _placed(value: Any, placements: Sequence[Placement] | None) -> Any:
+class Cut(NamedTuple):
+    """Specs of a keyword tensor in a redistribute schema: as it comes, which torch keeps for positional ones alone, and
+    as the operator takes it."""
+
+    before: DTensorSpec
+    after: DTensorSpec
+
+
+def _cut(value: Any, placements: Sequence[Placement] | None) -> Any:
     if not isinstance(value, DTensorSpec) or placements is None or tuple(placements) == value.placements:
         return value
-    return DTensorSpec(value.mesh, tuple(placements), value.tensor_meta)
+    return Cut(value, DTensorSpec(value.mesh, tuple(placements), value.tensor_meta))
+
+
+def keywords_taken(schema: OpSchema) -> dict[str, Any]:
+    """Keyword arguments as the operator takes them."""
+    return {name: value.after if isinstance(value, Cut) else value for name, value in schema.kwargs_schema.items()}
 
 
 def replicated(schema: OpSchema) -> Layouts:

@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
-from dtensor_compile.compat.dtensor.operator_rules import aten
+from dtensor_compile.compat.dtensor.operator_rules import Cut, aten
 from dtensor_compile.compat.dtensor.shard_sizes import (
     fix_flattened_sizes,
     local_shape_and_offset,
@@ -97,11 +97,11 @@ def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
 def _local_arguments(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_values: bool) -> Any:
     """Redistributes keyword tensors too, which torch leaves as they are."""
     done = stock(info, _with_own_mask(info, schema), use_values)
-    now = {} if info.schema is None else info.schema.kwargs_schema
-    for name, wanted in schema.kwargs_schema.items():
-        here, local = now.get(name), info.local_kwargs.get(name)
-        if isinstance(wanted, DTensorSpec) and isinstance(here, DTensorSpec) and isinstance(local, torch.Tensor):
-            info.local_kwargs[name] = local if here == wanted else redistribute_local(local, here, wanted)
+    for name, cut in schema.kwargs_schema.items():
+        if isinstance(cut, Cut):
+            local = info.local_kwargs[name]
+            assert isinstance(local, torch.Tensor)  # it has a spec
+            info.local_kwargs[name] = redistribute_local(local, cut.before, cut.after)
     return done
 
 
