@@ -40,8 +40,9 @@ _AS_FAST, _AS_FEW = 0.005, 0.02
 #: equal time differ in, at small prices, is within a hundredth of a percent.
 _TOLERANCE, _CLOSE, _SEARCHES = 1e-4, 1e-3, 16
 
-#: Work of all searches (`Effort`), some seconds, and the part of what is left that one may spend on branches.
-_WORK, _SHARE = 1 << 31, 32
+#: Work of all searches (`Effort`), some seconds; that for a plan to compare with; and the part of what is left that one
+#: search may spend on branches.
+_WORK, _COMPARED, _SHARE = 1 << 31, 1 << 29, 32
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class Choice:
         return max(0.0, self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 
 
-def choose_placements(model: CostModel, budget: float | None = None, overlaps: bool = True) -> Choice:
+def choose_placements(
+    model: CostModel, budget: float | None = None, overlaps: bool = True, work: int = _WORK
+) -> Choice:
     """The choice with the least seconds of a step whose memory is within the budget.
 
     Of those that are as fast, the one that sends least, and of those that send as little, the one that holds least. If
@@ -104,8 +107,9 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
         model: of the step.
         budget: bytes a rank may hold; None for no limit.
         overlaps: whether redistributions of parameters and gradients run beside compute.
+        work: after which the search ends (`Effort.left`).
     """
-    search = _Search(model, budget, overlaps)
+    search = _Search(model, budget, overlaps, work)
     search.start()
     if search.fits() and any(choice.possible for choice in search.found):
         search.tighten()
@@ -115,12 +119,13 @@ def choose_placements(model: CostModel, budget: float | None = None, overlaps: b
 
 
 def choose_restricted(model: CostModel, kept: Mapping[int, Sequence[int]], budget: float | None = None) -> Choice:
-    """`choose_placements` where some variables have only some of their choices; numbered as in the whole model.
+    """`choose_placements`, with less work, where some variables have only some of their choices; numbered as in the
+    whole model.
 
     Args:
         kept: by number of a variable, the numbers of the choices that it keeps.
     """
-    found = choose_placements(model.restricted(kept), budget)
+    found = choose_placements(model.restricted(kept), budget, work=_COMPARED)
     return replace(found, choice=tuple(kept[i][x] if i in kept else x for i, x in enumerate(found.choice)))
 
 
@@ -144,13 +149,13 @@ class _Search:
         ceiling: the highest price, in seconds per byte.
     """
 
-    def __init__(self, model: CostModel, budget: float | None, overlaps: bool) -> None:
+    def __init__(self, model: CostModel, budget: float | None, overlaps: bool, work: int) -> None:
         self.model, self.budget, self.overlaps = model, budget, overlaps
         self.order = model.order()
         self.found: list[Choice] = []
         self.bound = 0.0
         self.ceiling = 0.0
-        self.effort = Effort(_WORK)
+        self.effort = Effort(work)
 
     def fits(self) -> bool:
         """Whether a choice within the budget was found."""

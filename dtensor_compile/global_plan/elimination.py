@@ -50,16 +50,16 @@ def _order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], most: int) ->
     def entries(i: int) -> int:
         return sizes[i] * math.prod(sizes[j] for j in near[i])
 
-    left, order = set(range(len(sizes))), []
+    left, order = {i: entries(i) for i in range(len(sizes))}, []
     while left:
-        i = min(left, key=lambda i: (entries(i), i))
-        if entries(i) > most:
+        i = min(left, key=lambda i: (left[i], i))
+        if left.pop(i) > most:
             return None
         order.append((i, sorted(near[i])))
         for j in near[i]:
             near[j] |= near[i]
             near[j] -= {i, j}
-        left.discard(i)
+        left.update((j, entries(j)) for j in near[i])
     return order
 
 
