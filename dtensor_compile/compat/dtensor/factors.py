@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtensor_compile.compat.dtensor.operator_rules import keywords_taken
+from dtensor_compile.compat.dtensor.operator_rules import inputs_taken
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,7 @@ def _ask(
         decision = propagator.propagate_op_sharding_non_cached(schema)
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError):
         return None  # DTensor has no rule for this sharding
-    used = decision.redistribute_schema if decision.needs_redistribute else schema
-    assert used is not None  # `needs_redistribute` implies it
-    inputs = [
-        leaf
-        for leaf in tree_leaves((used.args_schema, keywords_taken(used) or schema.kwargs_schema))
-        if isinstance(leaf, DTensorSpec)
-    ]
+    inputs = inputs_taken(decision, schema)
     outputs = [leaf for leaf in tree_leaves(decision.output_spec) if isinstance(leaf, DTensorSpec)]
     if len(inputs) != len(tensors) or len(outputs) != len(results):
         return None

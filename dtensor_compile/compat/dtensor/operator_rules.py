@@ -111,10 +111,12 @@ def with_keywords(decision: OutputSharding, strategy: OpStrategy, schema: OpSche
         schema: of the call.
     """
     names = [name for name, value in schema.kwargs_schema.items() if isinstance(value, DTensorSpec)]
+    if not names:
+        return decision
     made = [leaf.placements for leaf in tree_leaves(decision.output_spec) if isinstance(leaf, DTensorSpec)]
     for chosen in strategy.strategies:
         outputs = [leaf.placements for leaf in tree_leaves(chosen.output_specs) if isinstance(leaf, DTensorSpec)]
-        if not names or outputs != made:
+        if outputs != made:
             continue
         placed = dict(zip(names, (spec.placements for spec in (chosen.input_specs or ())[-len(names) :])))
         keywords = {name: _cut(value, placed.get(name)) for name, value in schema.kwargs_schema.items()}
@@ -140,9 +142,13 @@ def _cut(value: Any, placements: Sequence[Placement] | None) -> Any:
     return Cut(value, DTensorSpec(value.mesh, tuple(placements), value.tensor_meta))
 
 
-def keywords_taken(schema: OpSchema) -> dict[str, Any]:
-    """Keyword arguments as the operator takes them."""
-    return {name: value.after if isinstance(value, Cut) else value for name, value in schema.kwargs_schema.items()}
+def inputs_taken(decision: OutputSharding, schema: OpSchema) -> list[DTensorSpec]:
+    """Specs of an operator's tensors as it takes them, after the redistributions of the decision."""
+    used = decision.redistribute_schema if decision.needs_redistribute else schema
+    assert used is not None  # `needs_redistribute` implies it
+    given = (used.kwargs_schema or schema.kwargs_schema).values()
+    keywords = [value.after if isinstance(value, Cut) else value for value in given]
+    return [leaf for leaf in tree_leaves((used.args_schema, keywords)) if isinstance(leaf, DTensorSpec)]
 
 
 def replicated(schema: OpSchema) -> Layouts:

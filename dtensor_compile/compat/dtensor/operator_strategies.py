@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.operator_rules import keywords_taken
+from dtensor_compile.compat.dtensor.operator_rules import inputs_taken
 from dtensor_compile.compat.dtensor.specs import spec_as_of_views
 from dtensor_compile.compat.dtensor.step_record import Placements, StepCall, Strategy
 from dtensor_compile.compat.patches import needs, patch
@@ -123,9 +123,7 @@ def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strate
         return f"{type(error).__name__}: {one_line(error)}"
     finally:
         _asked.call = None
-    used = decision.redistribute_schema if decision.needs_redistribute else schema
-    assert used is not None  # `needs_redistribute` implies it
-    inputs = _placements((used.args_schema, keywords_taken(used) or schema.kwargs_schema))
+    inputs = _placements(inputs_taken(decision, schema))
     outputs = _placements(decision.output_spec)
     if len(inputs) != len(given) or len(outputs) != len(call.outputs):
         return "the rule says nothing of some of its tensors"
