@@ -18,7 +18,6 @@ from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dtensor.module_state import replace_tensors
 from dtensor_compile.compat.dtensor.operator_strategies import Placements
 from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
-from dtensor_compile.compat.dtensor.specs import MaskPartial
 from dtensor_compile.compat.dtensor.step_record import FORWARD, RecordedStep, record_step
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.global_plan.candidates import pieces_of_dims
@@ -106,21 +105,6 @@ class PlacementPlan:
         found = {path: tuple(wanted.get((path, x)) for x in given) for path, given in self.step.arguments.items()}
         return {path: placements for path, placements in found.items() if path and any(placements)}
 
-    @functools.cached_property
-    def lookups(self) -> dict[str, Placements]:
-        """By path of a module that looks up rows of a table: placements in which its result is read first, replicated
-        where a redistribution cannot make them. torch's views of a sum that waits for the mask of a lookup keep the
-        mask of the whole, and fail where they are reduced."""
-        made = {call.outputs[0]: call.module for call in self.step.calls if call.name == "aten.embedding"}
-        found: dict[str, Placements] = {}
-        for number, call in enumerate(self.step.calls):
-            strategy = self.variables.strategy(self.choice.choice, number)
-            for tensor, wanted in zip(call.inputs, strategy.inputs):
-                if path := made.get(tensor):
-                    sums = tuple(p if _can_be_made((p,)) else Replicate() for p in wanted)
-                    found.setdefault(path, sums)
-        return found
-
     def apply(self, model: nn.Module) -> nn.Module:
         """Makes the parameters and buffers of `model` DTensors with these placements, in place; returns the model.
 
@@ -145,8 +129,6 @@ class PlacementPlan:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(placed, tensor.requires_grad) if is_parameter else placed
         replace_tensors(model, made)
-        for path, placements in self.lookups.items():
-            model.get_submodule(path).register_forward_hook(_sums_masked(placements))
         for path, wanted in self.arguments.items():
             model.get_submodule(path).register_forward_pre_hook(_redistributes(wanted), with_kwargs=True)
         return model
@@ -162,17 +144,6 @@ class PlacementPlan:
             for leaf in leaves
         ]
         return pytree.tree_unflatten(placed, structure)
-
-
-def _sums_masked(wanted: Placements) -> Callable[[nn.Module, Any, Any], Any]:
-    """A forward hook that sums what a lookup in a sharded vocabulary made, to these placements."""
-
-    def hook(module: nn.Module, args: Any, result: Any) -> Any:
-        if isinstance(result, DTensor) and any(isinstance(p, MaskPartial) for p in result.placements):
-            return result.redistribute(placements=wanted)
-        return result
-
-    return hook
 
 
 def _can_be_made(placements: Placements) -> bool:
