@@ -1,7 +1,7 @@
 """A training step on one GPU: NCCL with one rank, and several ranks that share the GPU.
 
     python tools/bench/gpu.py [--layouts tp fsdp fully_shard fully_shard_tp] [--ranks 1 2 4] [--layers 4] [--dim 1024]
-    [--sequence 128] [--dtype float32] [--repeats 15] [--json FILE] [--check-on-cpu]
+    [--sequence 128] [--dtype float32] [--repeats 15] [--once] [--json FILE] [--check-on-cpu]
 
 One table for each number of ranks and layout. With one rank the backend is NCCL: all code paths, streams and events,
 nothing sent. With more it is `staged_group`: kernels of several ranks on real data, for their numbers and memory;
@@ -10,6 +10,7 @@ and take turns on the GPU for what is measured. Rows, by the names under which `
 
     loss, gradient   largest difference from eager, relative (gradient: to the largest value of its parameter);
                      `--steps` AdamW steps
+    compile          seconds of the first forward and backward beyond a later one, with empty caches beside other jobs
     step             ms of forward and backward, median of steps in which the variants take turns
     memory           MiB, peak of what torch allocated in a step beyond what it held before
     triton, other    kernels of a step, by the profiler: Triton's, and those of libraries and of torch
@@ -17,9 +18,10 @@ and take turns on the GPU for what is measured. Rows, by the names under which `
     busy, idle       ms of a step in which a kernel runs, and in which none does, by the profiler; `busy` also as
                      predicted by the report
 
-Variants: eager, stock (left out, with its error, where it cannot compile the layout), ours, and with one rank ours with
-CUDA graphs (``mode="reduce-overhead"``). A layout is left out for numbers of ranks that it does not fit (2-D ones need
-1 or 4). Where there is no GPU the exit status is 2; `--check-on-cpu` tries the program without one.
+Variants: eager, stock (left out, with its error, where it cannot compile the layout), ours, with ``--once`` ours with
+equal blocks compiled once, and with one rank ours with CUDA graphs (``mode="reduce-overhead"``). A layout is left out
+for numbers of ranks that it does not fit (2-D ones need 1 or 4). The file has each variant's kernels, too, with their
+numbers and ms. Where there is no GPU the exit status is 2; `--check-on-cpu` tries the program without one.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Run, Trainer, gradient_difference, loss_difference
 from dtensor_compile.recording.recorder import record
@@ -52,7 +55,7 @@ from dtensor_compile.report.build import build_side
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 
-ROWS = ("loss", "gradient", "step", "memory", "triton", "other", "copied", "busy", "idle")
+ROWS = ("loss", "gradient", "compile", "step", "memory", "triton", "other", "copied", "busy", "idle")
 
 
 def topology(device: str) -> Cluster:
@@ -64,7 +67,7 @@ def topology(device: str) -> Cluster:
     return Cluster("shared gpu", 0, link, link, (known or [GPUS["h100"]])[0].device, backend=dist.get_backend())
 
 
-def variants(cluster: Cluster, graphs: bool) -> dict[str, Callable[[Any], Any]]:
+def variants(cluster: Cluster, graphs: bool, once: bool) -> dict[str, Callable[[Any], Any]]:
     def ours(model: Any, **options: Any) -> Any:
         return torch.compile(model, backend="dtensor", fullgraph=True, options={"topology": cluster, **options})
 
@@ -73,6 +76,8 @@ def variants(cluster: Cluster, graphs: bool) -> dict[str, Callable[[Any], Any]]:
         "stock": lambda model: torch.compile(model, backend="inductor"),
         "ours": ours,
     }
+    if once:
+        found["once"] = lambda model: ours(model, blocks="once")
     if graphs:
         from dtensor_compile.compat.inductor.compile import mode_options
 
@@ -80,7 +85,7 @@ def variants(cluster: Cluster, graphs: bool) -> dict[str, Callable[[Any], Any]]:
     return found
 
 
-def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turns) -> dict[str, dict[str, float]]:
+def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turns) -> dict[str, dict[str, Any]]:
     """Row -> variant -> figure, on this rank. Called on all ranks."""
     layout, world = LAYOUTS[layout_name], dist.get_world_size()
     mesh = init_device_mesh(device, layout.mesh_shape(world), mesh_dim_names=layout.dims)
@@ -89,19 +94,22 @@ def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turn
         layers=args.layers, dim=args.dim, ffn_dim=3 * args.dim, heads=heads, kv_heads=heads // 2, sequence=args.sequence
     )
     cluster = topology(device)
-    found: dict[str, dict[str, float]] = {row: {} for row in ROWS}
+    found: dict[str, dict[str, Any]] = {row: {} for row in (*ROWS, "kernels")}
     trainers, runs = {}, {}
-    for name, wrap in variants(cluster, world == 1 and device == "cuda").items():
+    for name, wrap in variants(cluster, world == 1 and device == "cuda", args.once).items():
         with record() if name == "ours" else contextlib.nullcontext() as recording:
             trainer = Trainer(layout, mesh, config, args.steps, wrap)
+            began = time.perf_counter()
             try:
-                run = Run(name, losses=[_loss(trainer, 0)], gradients=trainer.gradients())
+                with fresh_caches():
+                    run = Run(name, losses=[_loss(trainer, 0)], gradients=trainer.gradients())
             except Exception as error:
                 if name != "stock":
                     raise
                 print(f"{layout_name}: stock fails, and is left out: {' '.join(str(error).split())[:200]}", flush=True)
                 continue
-            trainers[name], runs[name] = trainer, run
+            found["compile"][name] = time.perf_counter() - began
+        trainers[name], runs[name] = trainer, run
         trainer.optimizer.step()
         run.losses += [trainer.step(index) for index in range(1, args.steps)]
         found["loss"][name] = loss_difference(run, runs["eager"])
@@ -116,6 +124,8 @@ def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turn
                 with _peak(device, found["memory"], name):
                     times[name].append(_seconds(trainer, device))
         found["step"] = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+        for name, milliseconds in found["step"].items():
+            found["compile"][name] -= milliseconds / 1e3
         if device == "cuda":
             for name, trainer in trainers.items():
                 _profile(trainer, found, name)
@@ -179,10 +189,10 @@ def _peak(device: str, row: dict[str, float], name: str) -> Any:
     row[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _profile(trainer: Trainer, found: dict[str, dict[str, float]], name: str) -> None:
+def _profile(trainer: Trainer, found: dict[str, dict[str, Any]], name: str) -> None:
     """Kernels, copies and idle time of one step."""
     step = profiled(lambda: _seconds(trainer, "cuda"))
-    by_kernel = step.pop("by_kernel")
+    by_kernel = found["kernels"][name] = step.pop("by_kernel")
     for row, figure in step.items():
         found[row][name] = figure
     found["triton"][name] = sum(count for kernel, (count, _) in by_kernel.items() if kernel.startswith("triton_"))
@@ -258,9 +268,11 @@ def run(jobs: list[tuple[int, str]], device: str, args: argparse.Namespace) -> I
                     yield world, layout, error
 
 
-def table(layout: str, world: int, device: str, found: dict[str, dict[str, float]]) -> Table:
+def table(layout: str, world: int, device: str, found: dict[str, dict[str, Any]]) -> Table:
     names = [
-        name for name in ("eager", "stock", "ours", "graphs", "predicted") if any(name in r for r in found.values())
+        name
+        for name in ("eager", "stock", "ours", "once", "graphs", "predicted")
+        if any(name in found[row] for row in ROWS)
     ]
     backend = "nccl" if world == 1 and device == "cuda" else staged_group.NAME
     result = Table(title=f"{LAYOUTS[layout].title}, {world} rank{'s' * (world > 1)}, {backend}")
@@ -282,6 +294,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of parameters and batches")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--once", action="store_true", help="also with equal blocks compiled once")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--check-on-cpu", action="store_true", help="without a GPU: try the program on the CPU")
     args = parser.parse_args()

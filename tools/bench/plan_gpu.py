@@ -1,7 +1,7 @@
 """What ``dtensor-compile plan`` forecasts for a GPU, against what the same programs need on one.
 
     python tools/bench/plan_gpu.py --measure measured.json    # on the GPU
-    python tools/bench/plan_gpu.py --forecast plans.json      # anywhere: for an emulated H100
+    python tools/bench/plan_gpu.py --forecast plans.json      # anywhere: for an emulated H100 (``--gpu``)
     python tools/bench/plan_gpu.py --compare plans.json measured.json
 
 Programs are Llamas in a job of one rank, so that collectives are there and send nothing. Each makes training steps
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -85,10 +86,10 @@ def build(mesh: DeviceMesh, name: str) -> tuple[nn.Module, tuple[torch.Tensor]]:
     return spread(model, mesh, program.mixed, program.checkpointed), (tokens,)
 
 
-def forecast(name: str) -> StepPlan:
+def forecast(name: str, gpu: str) -> StepPlan:
     warnings.simplefilter("ignore")
     job = Job(PROGRAMS[name].mesh)
-    return make_plan(f"{__file__}:build", job, gpu="h100", settings=SETTINGS, arguments={"name": name})
+    return make_plan(f"{__file__}:build", job, gpu=gpu, settings=SETTINGS, arguments={"name": name})
 
 
 def measure(name: str, folder: str, repeats: int) -> dict[str, Any]:
@@ -189,6 +190,7 @@ def main() -> int:
     what.add_argument("--forecast", metavar="FILE", help="write the plans there")
     what.add_argument("--measure", metavar="FILE", help="write there what this machine's GPU needs")
     what.add_argument("--compare", nargs=2, metavar=("PLANS", "MEASURED"), help="print both, of these files")
+    parser.add_argument("--gpu", default="h100", metavar="NAME|FILE", help="that of the forecast")
     parser.add_argument("--only", default="", help="programs with this text in their names")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
@@ -203,7 +205,7 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     if args.forecast:
         with context.Pool(min(len(names), len(os.sched_getaffinity(0))), maxtasksperchild=1) as pool:
-            texts = dict(zip(names, map(to_json, pool.map(forecast, names, 1))))
+            texts = dict(zip(names, map(to_json, pool.map(functools.partial(forecast, gpu=args.gpu), names, 1))))
         pathlib.Path(args.forecast).write_text(json.dumps({name: json.loads(text) for name, text in texts.items()}))
         return 0
     if not torch.cuda.is_available():
