@@ -70,6 +70,12 @@ class KernelOrder:
     synchronous: int = 0
 
     @property
+    def ordered(self) -> bool:
+        """Whether there was anything to order: without collectives and blocks, Inductor's order stays."""
+        blocks = any(isinstance(operation, CalledBlock) for operation in self.operations)
+        return self.block is not None or blocks or any(task.link is not None for task in self.tasks)
+
+    @property
     def collectives(self) -> list[SentCollective]:
         """The collectives in the order in which they start, without those of blocks."""
         return [self.starts[index] for index in self.order if index in self.starts]

@@ -64,6 +64,7 @@ def rearrange(
     topology: Cluster | None,
     overlap_memory: float,
     measured: bool,
+    recorded: bool,
     on_order: Callable[[KernelOrder], None],
 ) -> Nodes:
     """The kernels in an order in which collectives overlap with compute.
@@ -75,14 +76,16 @@ def rearrange(
             ``fully_shard``'s own order is always allowed.
         measured: whether kernels that are not generated, matmuls for instance, are measured (`measured_seconds`); fused
             loops are estimated.
+        recorded: whether `on_order` receives the kernels of a program without collectives too, in Inductor's order.
         on_order: callback that receives the order found, also of a block; not called for subgraphs of the program.
     """
     nodes, buffers = order_for_memory(nodes)
     called, sends = called_subgraph(), any(map(starts_collective, nodes))
     block = called if called is not None and BLOCK in called.meta else None
-    if not sends and block is None and not any(block_of(node.node) for node in nodes):
+    device = next((buffer.node.get_device() for node in nodes for buffer in node.get_outputs()), None)
+    alone = not sends and block is None and not any(block_of(node.node) for node in nodes)
+    if device is None or alone and (called is not None or not recorded):
         return nodes
-    device = next(buffer.node.get_device() for node in nodes for buffer in node.get_outputs())
     cluster = topology or default_cluster(device.type)
     roles = [_role(node) for node in nodes]
     tasks = _tasks(nodes, roles, buffers, cluster, measured)

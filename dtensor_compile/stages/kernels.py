@@ -35,6 +35,7 @@ def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
             topology=options.topology,
             overlap_memory=options.overlap_memory,
             measured=this.measured,
+            recorded=bool(this.log.recordings),
             on_order=lambda order: _record_order(order, this),
         ),
         None,
@@ -48,10 +49,11 @@ def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
 def _record_order(order: KernelOrder, this: Compilation) -> None:
     if order.block is not None:
         order.block.meta[ORDER] = order
-    this.log.decided([kernels_in_order(order.before, order.after, order.least)])
-    this.log.decided(explain(order.tasks, order.order, order.after, order.starts))
-    if this.log.recordings:
-        this.log.decided(kernels_left(order))
+    if order.ordered:
+        this.log.decided([kernels_in_order(order.before, order.after, order.least)])
+        this.log.decided(explain(order.tasks, order.order, order.after, order.starts))
+        if this.log.recordings:
+            this.log.decided(kernels_left(order))
     this.log.ordered(order)
 
 

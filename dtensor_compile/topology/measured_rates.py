@@ -1,6 +1,6 @@
-"""Rates that an H100 (SXM, 80 GB HBM3) achieved: measured with `tools/measure_device.py` on 2026-11-26, torch
-2.13.0+cu130, driver 580.159.04, 700 W, nothing else running. Sizes are operations, or bytes of copies; rates are per
-second."""
+"""Rates that an H100 (SXM, 80 GB HBM3) and an H200 achieved: measured with `tools/measure_device.py` on 2026-11-26 and
+2026-11-27, torch 2.13.0+cu130, driver 580.159.04, 700 W, nothing else running. Sizes are operations, or bytes of
+copies; rates are per second."""
 
 from __future__ import annotations
 
@@ -34,5 +34,33 @@ H100 = Achieved(
     memory=curve(((8.19e3, 6.84e9), (3.28e4, 2.64e10), (1.31e5, 1.04e11), (5.24e5, 3.81e11), (2.1e6, 1.31e12),
         (8.39e6, 3.5e12), (3.36e7, 4.5e12), (1.34e8, 2.77e12), (5.37e8, 2.95e12), (2.15e9, 3.01e12))),
     basis="rates measured on an H100 (2026-11-26)",
+)
+H200 = Achieved(
+    matmul={
+        "bfloat16": curve(((5.24e5, 2.45e11), (4.19e6, 1.78e12), (3.36e7, 1.24e13), (2.68e8, 7.74e13), (2.15e9,
+            3.91e14), (1.72e10, 6.57e14), (3.44e10, 5.72e14), (1.2e11, 5.98e14), (1.37e11, 6.84e14), (2.75e11,
+            6.76e14), (9.62e11, 6.96e14), (1.08e12, 6.86e14), (1.1e12, 7.01e14))),
+        "float32": curve(((5.24e5, 1.57e11), (4.19e6, 9.25e11), (3.36e7, 4.96e12), (2.68e8, 2.07e13), (2.15e9,
+            3.87e13), (1.72e10, 4.91e13), (3.44e10, 4.94e13), (1.2e11, 4.78e13), (1.37e11, 5.12e13), (2.75e11,
+            5.07e13), (9.62e11, 5e13), (1.08e12, 5.13e13), (1.1e12, 5.09e13))),
+        "tf32": curve(((5.24e5, 1.4e11), (4.19e6, 1.12e12), (3.36e7, 6.74e12), (2.68e8, 3.67e13), (2.15e9, 1.66e14),
+            (1.72e10, 3.11e14), (3.44e10, 2.59e14), (1.2e11, 3.1e14), (1.37e11, 3.54e14), (2.75e11, 2.99e14),
+            (9.62e11, 3.32e14), (1.08e12, 3.52e14), (1.1e12, 3.6e14))),
+    },
+    attention={
+        "bfloat16": curve(((3.44e10, 6.45e14), (6.87e10, 7.99e14), (1.37e11, 7.54e14), (2.75e11, 1.05e15), (1.1e12,
+            1.15e15))),
+        "float32": curve(((3.44e10, 6.6e13), (6.87e10, 7.14e13), (1.37e11, 6.36e13), (2.75e11, 8.49e13), (1.1e12,
+            9.06e13))),
+    },
+    attention_backward={
+        "bfloat16": curve(((8.59e10, 4.19e14), (1.72e11, 5.7e14), (3.44e11, 6.09e14), (6.87e11, 7.78e14), (2.75e12,
+            1.07e15))),
+        "float32": curve(((8.59e10, 5.42e13), (1.72e11, 5.83e13), (3.44e11, 6.34e13), (6.87e11, 6.63e13), (2.75e12,
+            7.43e13))),
+    },
+    memory=curve(((8.19e3, 7.15e9), (3.28e4, 2.75e10), (1.31e5, 1.08e11), (5.24e5, 4.18e11), (2.1e6, 1.41e12),
+        (8.39e6, 3.69e12), (3.36e7, 6.01e12), (1.34e8, 3.79e12), (5.37e8, 4.15e12), (2.15e9, 4.23e12))),
+    basis="rates measured on an H200 (2026-11-27)",
 )
 # fmt: on

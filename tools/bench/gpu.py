@@ -119,8 +119,12 @@ def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turn
             found["busy"]["predicted"] = 1e3 * sum(graph.compute_seconds for graph in graphs)
     with turns.mine():
         times: dict[str, list[float]] = {name: [] for name in trainers}
-        for _ in range(args.repeats):
-            for name, trainer in trainers.items():
+        for turn in range(args.repeats):
+            names = list(
+                trainers
+            )  # each goes first in its turn: one that leaves the GPU idle lets it cool for the next
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                trainer = trainers[name]
                 with _peak(device, found["memory"], name):
                     times[name].append(_seconds(trainer, device))
         found["step"] = {name: 1e3 * statistics.median(values) for name, values in times.items()}

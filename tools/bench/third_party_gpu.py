@@ -4,9 +4,9 @@
 
 Each variant of a program (eager; stock: the whole step with Inductor; ours; once: equal blocks compiled once) is a
 process of its own, because Dynamo keeps what it knows of a function for all backends. They compile side by side and
-take turns on the GPU. The table has the loss's and the gradients' relative difference from eager (norms, of all gradients
-together), the median ms of forward and backward, MiB that a step needs beyond what was held before it, and Triton's
-kernels and others. Needs ``transformers``; exit status 2 where there is no GPU.
+take turns on the GPU. The table has the loss's and the gradients' relative difference from eager (norms, of all
+gradients together), the median ms of forward and backward, MiB that a step needs beyond what was held before it, and
+Triton's kernels and others. Needs ``transformers``; exit status 2 where there is no GPU.
 """
 
 from __future__ import annotations
