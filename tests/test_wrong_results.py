@@ -420,3 +420,33 @@ def test_a_size_that_only_the_backward_pass_fixes():
     for rows in (5, 2, 7):
         x = sharded(rows, 5, mesh=mesh, grad=True)
         assert_parity(program, [x], loss=sum_of_full_squares, backend="dtensor_aten", dynamic=True)
+
+
+# ---- gradients of lookups --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_partial_gradient_of_a_lookup_in_a_sharded_table_is_refused_as_in_eager():
+    """torch's redistribution takes it for indices, which the mask of the lookup is for."""
+    table, weight = sharded(8, 4, grad=True), sharded(4, 6, placement=Shard(1), grad=True)
+    tokens = sharded(5, placement=Replicate()).abs().mul(2).long()
+
+    def step(tokens, table, weight):
+        found = F.embedding(tokens, table).redistribute(placements=[Replicate()])
+        return (found @ weight).square().sum().full_tensor()
+
+    for run in (step, compiled(step)):
+        with pytest.raises((AssertionError, RuntimeError), match="one partial type"):
+            run(tokens, table, weight).backward()
+
+
+@on_ranks(2)
+def test_a_second_redistribution_brings_that_gradient_to_replicas():
+    table, weight = sharded(8, 4, grad=True), sharded(4, 6, placement=Shard(1), grad=True)
+    tokens = sharded(5, placement=Replicate()).abs().mul(2).long()
+
+    def step(tokens, table, weight):
+        found = F.embedding(tokens, table).redistribute(placements=[Replicate()]).redistribute(placements=[Replicate()])
+        return (found @ weight).square().sum().full_tensor()
+
+    assert_parity(step, [tokens, table, weight])

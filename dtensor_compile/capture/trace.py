@@ -121,7 +121,8 @@ def _change(local: torch.Tensor, source: Spec, target: Spec) -> _Operator | _ToM
     if any(isinstance(b, Partial) and not isinstance(a, (Partial, Replicate)) for a, b in zip(before, after)):
         return "a shard is to become partial"  # which torch refuses for most
     if any(isinstance(p, MaskPartial) for p in after):
-        return _ToMask(before, after)
+        sums = any(isinstance(b, Partial) and not isinstance(b, MaskPartial) for b in before)
+        return "a partial gradient is to have the mask of a lookup" if sums else _ToMask(before, after)
     masks = [p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1]
     if len(masks) > 1:  # a mesh dim with one rank has none, since that rank has every row
         return "it is partial under the masks of several mesh dims"

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.capture.sharding_rules import rules_anywhere
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dtensor.module_state import replace_tensors
 from dtensor_compile.compat.dtensor.operator_strategies import Placements
 from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
+from dtensor_compile.compat.dtensor.specs import MaskPartial
 from dtensor_compile.compat.dtensor.step_record import FORWARD, RecordedStep, record_step
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.global_plan.candidates import pieces_of_dims
@@ -105,12 +106,27 @@ class PlacementPlan:
         found = {path: tuple(wanted.get((path, x)) for x in given) for path, given in self.step.arguments.items()}
         return {path: placements for path, placements in found.items() if path and any(placements)}
 
+    @functools.cached_property
+    def lookups(self) -> dict[str, Placements]:
+        """By path of a module that looks up rows of a table: placements in which its result is read first, replicated
+        where a redistribution cannot make them. torch's views of a sum that waits for the mask of a lookup keep the
+        mask of the whole, and fail where they are reduced."""
+        made = {call.outputs[0]: call.module for call in self.step.calls if call.name == "aten.embedding"}
+        found: dict[str, Placements] = {}
+        for number, call in enumerate(self.step.calls):
+            strategy = self.variables.strategy(self.choice.choice, number)
+            for tensor, wanted in zip(call.inputs, strategy.inputs):
+                if path := made.get(tensor):
+                    sums = tuple(p if _can_be_made((p,)) else Replicate() for p in wanted)
+                    found.setdefault(path, sums)
+        return found
+
     def apply(self, model: nn.Module) -> nn.Module:
         """Makes the parameters and buffers of `model` DTensors with these placements, in place; returns the model.
 
-        Modules redistribute what they are given to the placements in which they read it, by forward pre-hooks: in
-        eager too, operators then begin as planned. Every rank must hold the same full tensors. Nothing is sent. Tied
-        parameters stay tied.
+        Modules redistribute what they are given to the placements in which they read it, by forward pre-hooks, and a
+        lookup in a sharded vocabulary is summed where it is made: in eager too, operators then begin as planned. Every
+        rank must hold the same full tensors. Nothing is sent. Tied parameters stay tied.
 
         Raises:
             PlacementError: the model has no parameter or buffer of a name that the plan has, or one of other sizes.
@@ -129,6 +145,8 @@ class PlacementPlan:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(placed, tensor.requires_grad) if is_parameter else placed
         replace_tensors(model, made)
+        for path, placements in self.lookups.items():
+            model.get_submodule(path).register_forward_hook(_sums_masked(placements))
         for path, wanted in self.arguments.items():
             model.get_submodule(path).register_forward_pre_hook(_redistributes(wanted), with_kwargs=True)
         return model
@@ -146,6 +164,28 @@ class PlacementPlan:
         return pytree.tree_unflatten(placed, structure)
 
 
+def _sums_masked(wanted: Placements) -> Callable[[nn.Module, Any, Any], Any]:
+    """A forward hook that sums what a lookup in a sharded vocabulary made, to these placements."""
+
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        if isinstance(result, DTensor) and any(isinstance(p, MaskPartial) for p in result.placements):
+            return _moved(result, wanted)
+        return result
+
+    return hook
+
+
+def _moved(tensor: DTensor, wanted: Placements) -> DTensor:
+    """The tensor in these placements.
+
+    One that was partial is redistributed twice, where the second sends nothing forward and brings the gradient to these
+    placements first: torch cannot give a partial gradient to the sum under a mask that a lookup makes.
+    """
+    moved = tensor.redistribute(placements=wanted)
+    partial = any(isinstance(placement, Partial) for placement in tensor.placements)
+    return moved.redistribute(placements=wanted) if partial else moved
+
+
 def _can_be_made(placements: Placements) -> bool:
     return all(isinstance(p, Replicate) or type(p) is Shard for p in placements)
 
@@ -160,7 +200,7 @@ def _redistributes(placements: tuple[Placements | None, ...]) -> Callable[[nn.Mo
             wanted = next(ways, None)
             if wanted is None or not isinstance(tensor, DTensor) or tensor.placements == wanted:
                 return tensor
-            return tensor.redistribute(placements=wanted)
+            return _moved(tensor, wanted)
 
         return pytree.tree_map_only(torch.Tensor, moved, (args, kwargs))
 

@@ -55,11 +55,12 @@ def test_attention_without_a_mask_does_twice_the_work():
 
 
 def test_estimates_use_them_and_other_devices_are_in_proportion():
-    h100, h200 = GPUS["h100"].device, GPUS["h200"].device
+    h100, b200 = GPUS["h100"].device, GPUS["b200"].device
     assert compute_seconds(h100, 10**12, 0, 2) == 1e12 / H100.matmul["bfloat16"].rate(1e12)
-    assert compute_seconds(h100, 0, 2**31, 2) / compute_seconds(h200, 0, 2**31, 2) == pytest.approx(4.8 / 3.35)
+    assert compute_seconds(h100, 0, 2**31, 2) / compute_seconds(b200, 0, 2**31, 2) == pytest.approx(8 / 3.35)
     assert compute_seconds(h100, 0, 1024, 2) > 10 * compute_seconds(h100, 0, 1024, 2, fused=True)
-    assert (h100.quality, h200.quality) == ("measured", "guess") and "H100" in h100.basis
+    assert (h100.quality, b200.quality) == ("measured", "guess") and "H100" in h100.basis
+    assert GPUS["h200"].device.quality == "measured" and "H200" in GPUS["h200"].device.basis
     assert compute_seconds(h100, 10**12, 0, 8) == 1e12 / 67e12  # nothing was measured for float64
 
 
