@@ -17,10 +17,12 @@ from torch.distributed.tensor.experimental import implicit_replication
 import dtensor_compile
 from dtensor_compile.compat.dtensor import planned_calls
 from dtensor_compile.compat.dtensor.program_calls import record_program
+from dtensor_compile.compat.dtensor.step_record import BACKWARD
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.global_plan.choose_placements import Choice
 from dtensor_compile.global_plan.message_passing import solve
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
+from dtensor_compile.offline import job
 from dtensor_compile.stages import planned_placements
 from dtensor_compile.testing import on_ranks
 from dtensor_compile.topology.devices import default_cluster
@@ -107,6 +109,10 @@ def columns_and_rows(name):
     return [Replicate() if dim is None else Shard(dim)]
 
 
+def sums_rows(name):
+    return [{"down.weight": Shard(1), "up.weight": Shard(0)}.get(name, Replicate())]
+
+
 PROGRAMS = {
     "replicated": (lambda: nn.Sequential(Net(), Net()), replicated, (64, 16), Replicate()),
     "rows": (lambda: nn.Sequential(Net(), Net()), replicated, (64, 16), Shard(0)),
@@ -124,6 +130,7 @@ PROGRAMS = {
     "looks up": (lambda: Looks(), replicated, (4, 8), Replicate()),
     "looks up once and reads twice": (lambda: LooksOnce(), replicated, (4, 8), Replicate()),
     "redistributes": (lambda: Redistributes(), replicated, (8, 16), Shard(0)),
+    "redistributes a sum": (lambda: RedistributesASum(), sums_rows, (8, 16), Replicate()),
 }
 
 
@@ -229,6 +236,20 @@ class Redistributes(nn.Module):
         else:
             y = y * 2
         return (y @ self.weight).tanh()
+
+
+class RedistributesASum(nn.Module):
+    """Redistributes a partial sum, whose gradient may come in any placements."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(16, 16, bias=False), nn.Linear(16, 32, bias=False)
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        y = self.down(x)
+        y = y.redistribute(placements=[Replicate()]) if isinstance(y, DTensor) else y
+        return self.up(y).tanh().sum(-1, keepdim=True) + (y @ self.weight).tanh() + x
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -442,3 +463,22 @@ def test_calls_that_are_not_the_recorded_ones_are_compiled_without_a_plan():
     ):
         reasons, _ = same(plain, model, x)
     assert len(reasons) == 1 and "where aten.neg.default was expected" in reasons[0]
+
+
+def test_a_redistribution_reads_the_placements_of_its_gradient():
+    """It gives what it redistributed another gradient for each, which the calls after it would not expect."""
+    steps = []
+
+    def kept(*args):
+        steps.append(record_program(*args))
+        return steps[-1]
+
+    with job(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = distributed(RedistributesASum(), mesh, sums_rows)
+        x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()])
+        with unittest.mock.patch.object(planned_placements, "record_program", kept):
+            compiled(model, x, plan="global")
+    (step,) = steps
+    (sum_of_both,) = [call for call in step.calls if call.phase == BACKWARD and call.name == "aten.add"]
+    assert step.placements[sum_of_both.outputs[0]] == step.pinned[sum_of_both.outputs[0]]

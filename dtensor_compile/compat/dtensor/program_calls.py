@@ -176,9 +176,14 @@ class _Interpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         self.recorder.module = self.module_of(n)
-        if n.op in ("call_function", "call_method") and _reads_placements(n):
-            self.recorder.pin([self.env[used] for used in n.all_input_nodes])
-        return super().run_node(n)
+        if n.op not in ("call_function", "call_method") or not _reads_placements(n):
+            return super().run_node(n)
+        self.recorder.pin([self.env[used] for used in n.all_input_nodes])
+        result = super().run_node(n)
+        for tensor in dtensors_in(result):
+            if tensor.requires_grad:
+                tensor.register_hook(self.recorder.pin)  # its backward reads the placements of the gradient
+        return result
 
 
 #: Methods of DTensors that are no operators.
