@@ -6,8 +6,9 @@
 
 Programs are Llamas in a job of one rank, so that collectives are there and send nothing. Each makes training steps
 (forward, loss, backward, clipping, AdamW) compiled by this backend; measured are the median of a step, the peak of what
-torch allocated and reserved in one, and by the profiler the time in which kernels run. Programs compile side by side
-and take turns on the GPU.
+torch allocated and reserved in one, by the profiler the time in which kernels run, and how many ms the host needs for
+each part of a step (``host``; where the GPU is behind, it waits at the end alone). Programs compile side by side and
+take turns on the GPU.
 """
 
 from __future__ import annotations
@@ -107,14 +108,27 @@ def measure(name: str, folder: str, repeats: int) -> dict[str, Any]:
         run = torch.compile(model, backend="dtensor", fullgraph=True)
         optimizer = torch.optim.AdamW(model.parameters())
 
+        host: dict[str, list[float]] = {}
+
         def step() -> None:
+            at = time.perf_counter()
+
+            def issued(part: str) -> None:
+                nonlocal at
+                host.setdefault(part, []).append(1e3 * (time.perf_counter() - at))
+                at = time.perf_counter()
+
             logits = run(tokens).flatten(0, -2)
             loss = F.cross_entropy(logits, targets)
             del logits  # as in the forecast, nobody holds them for the backward pass
+            issued("forward")
             loss.backward()
+            issued("backward")
             nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip)
+            issued("clipping")
             optimizer.step()
             optimizer.zero_grad()
+            issued("optimizer")
 
         began = time.perf_counter()
         step()
@@ -122,7 +136,9 @@ def measure(name: str, folder: str, repeats: int) -> dict[str, Any]:
         with turns.mine():
             for _ in range(2):
                 step()
+            host.clear()
             times = [_seconds(step) for _ in range(repeats)]
+            parts = {part: statistics.median(values) for part, values in host.items()}
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             step()
@@ -136,6 +152,7 @@ def measure(name: str, folder: str, repeats: int) -> dict[str, Any]:
             "reserved": reserved,
             "busy": kernels["busy"],
             "idle": kernels["idle"],
+            "host": parts,
             "by_kernel": kernels["by_kernel"],
             "compile": compile_seconds,
         }
