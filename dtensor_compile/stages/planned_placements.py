@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.capture.checks import shards_are_even, tensor_meshes
+from dtensor_compile.capture.checks import tensor_meshes
 from dtensor_compile.compat.aot.block_graphs import programs_changed
 from dtensor_compile.compat.dtensor.planned_calls import PlacementsLost, PlannedCalls, calls_planned
 from dtensor_compile.compat.dtensor.program_calls import ProgramError, has_symbols, record_program
@@ -67,8 +67,6 @@ def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls |
             raise ProgramError(f"the program has tensors over {len(meshes)} meshes")
         if has_symbols(this.inputs):
             raise ProgramError("sizes are symbolic")
-        if not shards_are_even(program):
-            raise ProgramError("shards are uneven")
         (mesh,) = meshes
         if mesh.ndim > 1 and mesh.mesh_dim_names is None:
             raise ProgramError("the mesh dims have no names")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import unittest.mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from dtensor_compile.global_plan.message_passing import solve
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
 from dtensor_compile.offline import job
 from dtensor_compile.stages import planned_placements
-from dtensor_compile.testing import on_ranks
+from dtensor_compile.testing import on_ranks, run_on_ranks
 from dtensor_compile.topology.devices import default_cluster
 
 KIND = "global_plan"
@@ -130,6 +131,10 @@ PROGRAMS = {
     "looks up": (lambda: Looks(), replicated, (4, 8), Replicate()),
     "looks up once and reads twice": (lambda: LooksOnce(), replicated, (4, 8), Replicate()),
     "redistributes": (lambda: Redistributes(), replicated, (8, 16), Shard(0)),
+    "uneven rows": (lambda: nn.Sequential(Net(), Net()), replicated, (7, 16), Shard(0)),
+    "fewer rows than ranks": (lambda: nn.Sequential(Net(), Net()), replicated, (1, 16), Shard(0)),
+    "uneven columns and rows": (lambda: nn.Sequential(Net(15, 7), Net(15, 7)), columns_and_rows, (7, 15), Replicate()),
+    "uneven table": (lambda: LooksInUnevenRows(17), lambda name: [Shard(0)], (4, 8), Replicate()),
     "redistributes a sum": (lambda: RedistributesASum(), sums_rows, (8, 16), Replicate()),
 }
 
@@ -204,13 +209,18 @@ class MixesPlainTensors(nn.Module):
 class Looks(nn.Module):
     """Looks rows up in a table that may be cut by rows or columns."""
 
-    def __init__(self):
+    def __init__(self, rows=16):
         super().__init__()
-        self.table = nn.Embedding(16, 16)
+        self.table = nn.Embedding(rows, 16)
         self.weight = nn.Parameter(torch.randn(16, 16))
 
     def forward(self, x):
-        return self.table(x.abs().long() % 16) @ self.weight
+        return self.table(x.abs().long() % self.table.num_embeddings) @ self.weight
+
+
+class LooksInUnevenRows(Looks):
+    def forward(self, x):
+        return self.table(x.abs().long() % self.table.num_embeddings).tanh() @ self.weight
 
 
 class LooksOnce(Looks):
@@ -254,17 +264,22 @@ class RedistributesASum(nn.Module):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_any_placements_give_the_same_numbers(name):
-    any_placements(name)
+    run_on_ranks(2, any_placements, name, (2,))
 
 
-@on_ranks(2)
-def any_placements(name):
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
+def test_any_placements_of_uneven_tensors_on_more_ranks(mesh):
+    run_on_ranks(math.prod(mesh), any_placements, "uneven columns and rows", mesh)
+
+
+def any_placements(name, mesh_shape):
     make, placements, shape, of_input = PROGRAMS[name]
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
+    others = [Replicate()] * (mesh.ndim - 1)
     torch.manual_seed(0)
     plain = make().double()  # so that another order of a sum does not show
-    model = distributed(copy.deepcopy(plain), mesh, placements)
-    x = distribute_tensor(torch.randn(shape, dtype=torch.float64), mesh, [of_input])
+    model = distributed(copy.deepcopy(plain), mesh, lambda name: [*others, *placements(name)])
+    x = distribute_tensor(torch.randn(shape, dtype=torch.float64), mesh, [*others, of_input])
     sent = set()
     for seed in range(4):
         chosen = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(seed))
@@ -417,7 +432,7 @@ def test_a_program_without_dtensors_keeps_what_it_has():
     assert decision.left_alone and decision.reason.startswith("placements are DTensor's own")
 
 
-@pytest.mark.parametrize("rows, reason", [((8, 16), "sizes are symbolic"), ((7,), "shards are uneven")])
+@pytest.mark.parametrize("rows, reason", [((8, 16), "sizes are symbolic"), ((7, 9), "sizes are symbolic")])
 def test_programs_that_are_not_placed_say_why(rows, reason):
     programs_that_are_not_placed(rows, reason)
 
