@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import dtensor_compile
 from dtensor_compile import offline
@@ -67,6 +69,18 @@ def test_decisions_and_report_are_of_the_written_code():
     busy = sum(bool(c.between) for written in graphs for c, _ in written)
     assert 0 < len(hidden) <= busy
     assert all(graph.rests_on == "kernels" for graph in recording.report().ours.graphs)
+
+
+def test_times_of_a_graph_without_collectives_are_those_of_its_kernels():
+    """They were those of operators, each of which writes its result to memory."""
+    with offline.job(1), offline.device("h100"):
+        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.randn(256, 4096, device="cuda"), mesh, [Replicate()])
+        with dtensor_compile.record() as recording:
+            torch.compile(lambda x: (x.sin() * x).tanh() + 1, backend="dtensor")(x)
+    (graph,) = recording.report().ours.graphs
+    assert graph.rests_on == "kernels" and not any(d.kind == "schedule" for d in recording.decisions)
+    assert [span.name for span in graph.spans] == ["fused add mul sin tanh"]
 
 
 @pytest.mark.slow
