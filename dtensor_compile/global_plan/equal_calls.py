@@ -46,7 +46,8 @@ def classes_of_calls(step: RecordedStep) -> list[int]:
     for number, call in enumerate(step.calls):
         same = call.module, call.phase, facts_of_call(call)
         seen[same] += 1
-        constraints = step.kept.get(number), *map(step.pinned.get, call.outputs)
+        varying = map(step.varying.get, (*call.inputs, *call.outputs))
+        constraints = step.kept.get(number), *map(step.pinned.get, call.outputs), *varying
         key = pattern(call.module), call.phase, seen[same], facts_of_call(call), constraints
         found.append(classes.setdefault(key, len(classes)))
     return found

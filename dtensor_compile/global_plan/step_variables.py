@@ -158,8 +158,13 @@ class StepVariables:
         kept, taken = self.step.kept.get(number), self.step.taken.get(number)
         if kept is not None:
             return (kept,)
-        found = self.candidates.of_call(call, given)
+        found = tuple(s for s in self.candidates.of_call(call, given) if not self._cuts_varying(call, s))
         return found if taken is None or taken in found else (*found, taken)
+
+    def _cuts_varying(self, call: StepCall, strategy: Strategy) -> bool:
+        """Whether a strategy shards a dim with a symbolic size, whose shards may be uneven."""
+        placed = *zip(call.inputs, strategy.inputs), *zip(call.outputs, strategy.outputs)
+        return any(sharded_dim(p) in self.step.varying.get(x, ()) for x, placements in placed for p in placements)
 
     def _pin(
         self, variable: int, number: int, made_in: Sequence[Placements], pinned: Placements, in_place: bool

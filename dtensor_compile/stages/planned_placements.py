@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_compile.capture.checks import tensor_meshes
 from dtensor_compile.compat.aot.block_graphs import programs_changed
 from dtensor_compile.compat.dtensor.planned_calls import PlacementsLost, PlannedCalls, calls_planned
-from dtensor_compile.compat.dtensor.program_calls import ProgramError, has_symbols, record_program
+from dtensor_compile.compat.dtensor.program_calls import ProgramError, record_program
 from dtensor_compile.compat.dtensor.step_record import RecordedStep
 from dtensor_compile.compat.dynamo.tracing import restarts_analysis
 from dtensor_compile.decisions import Decision
@@ -65,8 +65,6 @@ def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls |
         meshes = tensor_meshes(program)
         if len(meshes) != 1:
             raise ProgramError(f"the program has tensors over {len(meshes)} meshes")
-        if has_symbols(this.inputs):
-            raise ProgramError("sizes are symbolic")
         (mesh,) = meshes
         if mesh.ndim > 1 and mesh.mesh_dim_names is None:
             raise ProgramError("the mesh dims have no names")

@@ -432,32 +432,33 @@ def test_a_program_without_dtensors_keeps_what_it_has():
     assert decision.left_alone and decision.reason.startswith("placements are DTensor's own")
 
 
-@pytest.mark.parametrize("rows, reason", [((8, 16), "sizes are symbolic"), ((7, 9), "sizes are symbolic")])
-def test_programs_that_are_not_placed_say_why(rows, reason):
-    programs_that_are_not_placed(rows, reason)
+@pytest.mark.parametrize("name", ["rows", "columns and rows", "attention", "looks up", "written to", "uneven rows"])
+def test_any_placements_with_symbolic_sizes_give_the_same_numbers(name):
+    run_on_ranks(2, any_placements_of_any_sizes, name)
 
 
-@on_ranks(2)
-def programs_that_are_not_placed(rows, reason):
-    """Rows of each call; backward twice each."""
+def any_placements_of_any_sizes(name):
+    make, placements, shape, of_input = PROGRAMS[name]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    plain = nn.Sequential(Net(), Net()).double()
-    model = distributed(copy.deepcopy(plain), mesh, columns_and_rows)
-    of_input = Shard(0) if len(rows) == 1 else Replicate()
-    with dtensor_compile.record() as recording:
-        run = torch.compile(model, backend="dtensor_aten", options={"plan": "global"})
-        for n in rows:
-            x = torch.randn(n, 16, dtype=torch.float64)
-            model.zero_grad()
-            plain.zero_grad()
-            out, want = run(distribute_tensor(x, mesh, [of_input])), plain(x)
-            for result in (out, out, want, want):
-                (result**2).sum().backward(retain_graph=True)
-            torch.testing.assert_close(out.full_tensor(), want)
-            for p, q in zip(model.parameters(), plain.parameters()):
-                torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    assert f"placements are DTensor's own: {reason}" in [d.reason for d in recording.decisions if d.kind == KIND]
+    plain = make().double()
+    model = distributed(copy.deepcopy(plain), mesh, placements)
+    for seed in range(2):
+        torch._dynamo.reset()
+        chosen = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(seed))
+        with chosen, implicit_replication(), dtensor_compile.record() as recording:
+            run = torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True, options={"plan": "global"})
+            for rows in (shape[0], shape[0] + 2, 2 * shape[0] + 3, shape[0] - 1):
+                x = torch.randn(rows, *shape[1:], dtype=torch.float64)
+                want, want_grads = gradients(plain, plain, x)
+                out, grads = gradients(run, model, distribute_tensor(x, mesh, [of_input]))
+                for y, z in zip(out, want, strict=True):
+                    torch.testing.assert_close(y.full_tensor(), z)
+                for of, grad in want_grads.items():
+                    torch.testing.assert_close(grads[of].full_tensor(), grad)
+        reasons = [d.reason for d in recording.decisions if d.kind == KIND]
+        assert all("together" in reason for reason in reasons), reasons
+        assert len(reasons) <= 2  # one for even shards, and one for others
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_map
 
+from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.program_calls import Calls, dtensors_in, is_backward, placements_of
 from dtensor_compile.compat.dtensor.specs import (
@@ -113,7 +114,7 @@ class PlannedCalls(Calls):
         if place == len(self._planned[phase]):
             return None  # AOTAutograd copies results that share memory, after the program
         planned = self._planned[phase][place]
-        shapes = [tuple(x.shape) for x in tensor_leaves((args, kwargs))]
+        shapes = [size_hints(x.shape) for x in tensor_leaves((args, kwargs))]
         if planned.call.op is not func or shapes != _shapes(planned.call):
             raise PlacementsLost(f"{func} came in the {phase} pass, where {planned.call.op} was expected")
         self._at[phase] += 1
@@ -175,7 +176,7 @@ def _in_global_order(value: Any) -> Any:
     redistribution may have changed it."""
     if not isinstance(value, DTensor):
         return value
-    strides = value.stride()
+    strides = size_hints(value.stride())
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
     local = value._local_tensor.permute(order)
     if local.is_contiguous():

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.operator_strategies import ask
 from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
@@ -99,9 +100,12 @@ class _Recorder(Calls):
         return self.known[key]
 
     def _new(self, key: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> int:
+        sizes, strides = size_hints(tensor.shape), size_hints(tensor.stride())
         with self.fakes:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            made = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
         self.known[key] = len(self.step.tensors)
+        if varying := frozenset(dim for dim, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)):
+            self.step.varying[self.known[key]] = varying
         self.step.tensors.append(made)
         self.step.memory.append(key[0])
         self.step.placements[self.known[key]] = placements_of(tensor, mesh)
@@ -151,9 +155,15 @@ class _Recorder(Calls):
 
 
 def _numbered(numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
-    """Replaces tensors, in order, by the plain ones of these numbers."""
+    """Replaces tensors, in order, by the plain ones of these numbers, and symbolic sizes by those of the trace."""
     left = iter(numbers)
-    return lambda value: tensors[next(left)] if isinstance(value, torch.Tensor) else value
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tensors[next(left)]
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+    return numbered
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,7 +174,8 @@ def _key(tensor: torch.Tensor) -> Any:
     local = getattr(_local(tensor), "elem", _local(tensor))
     placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
     storage = local.untyped_storage()._cdata
-    return storage, local.storage_offset(), local.stride(), tuple(tensor.shape), placements, tensor.dtype
+    memory = storage, size_hint(local.storage_offset()), size_hints(local.stride())
+    return *memory, size_hints(tensor.shape), placements, tensor.dtype
 
 
 class _Interpreter(torch.fx.Interpreter):
@@ -221,7 +232,9 @@ def record_program(
         raise ProgramError("its inputs are not fake")
     step = RecordedStep()
     with mode:
-        values = [fake_like(mode, value) for value in inputs]
+        # Inputs have the sizes of a call; where those are symbolic, the graph knows.
+        traced = (node.meta["example_value"] for node in program.graph.nodes if node.op == "placeholder")
+        values = [fake_like(mode, value) for value in traced]
     recorder = _Recorder(step, FakeTensorMode())
     step.inputs = [recorder.number(value, value.device_mesh) for value in dtensors_in(values)]
     step.came.clear()
@@ -244,12 +257,6 @@ def record_program(
     return step
 
 
-def has_symbols(inputs: Sequence[Any]) -> bool:
-    """Whether an input is a symbolic number, or a tensor with a symbolic size."""
-    sizes = [size for x in inputs for size in (x.shape if isinstance(x, torch.Tensor) else (x,))]
-    return any(isinstance(size, torch.SymInt) for size in sizes)
-
-
 def _tangent(result: torch.Tensor) -> torch.Tensor:
     """A gradient of a result as AOTAutograd expects it: placed as the result, replicated where that is partial."""
     if not isinstance(result, DTensor):
@@ -260,4 +267,4 @@ def _tangent(result: torch.Tensor) -> torch.Tensor:
     return with_local(local, Spec(spec.mesh, placements, meta_of(spec)))
 
 
-__all__ = ["Calls", "ProgramError", "dtensors_in", "has_symbols", "is_backward", "placements_of", "record_program"]
+__all__ = ["Calls", "ProgramError", "dtensors_in", "is_backward", "placements_of", "record_program"]

@@ -119,6 +119,7 @@ class RecordedStep:
         kept: by number of a call, the strategy that it keeps.
         placements: of DTensors, those that they had.
         taken: by number of a call, the strategy with which it ran.
+        varying: dims of tensors with symbolic sizes, of those that have some; fakes have the sizes of the traced call.
     """
 
     calls: list[StepCall] = field(default_factory=list)
@@ -138,6 +139,7 @@ class RecordedStep:
     kept: dict[int, Strategy] = field(default_factory=dict)
     placements: dict[int, Placements] = field(default_factory=dict)
     taken: dict[int, Strategy] = field(default_factory=dict)
+    varying: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def makers(self) -> dict[int, tuple[int, int]]:
         """For each tensor that a call makes, the number of the call and the place among its results."""
