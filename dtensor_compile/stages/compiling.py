@@ -22,7 +22,7 @@ from dtensor_compile.compat.aot.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
 from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_states, share_groups
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
-from dtensor_compile.compat.aot.shapes import sizes_from_expressions
+from dtensor_compile.compat.aot.shapes import size_hint, sizes_from_expressions
 from dtensor_compile.compat.aot.unwrap import native_calls
 from dtensor_compile.compat.dtensor.lookup_masks import masks_at_run_time
 from dtensor_compile.compat.dynamo.counters import cached_programs
@@ -101,7 +101,9 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
         return None
     # A program of which it is shown that ranks have the same graphs has the key of the first of them.
     place = (*cache_key(), on_one_host()) if this.shares is None else ("artifacts", this.digest, this.shares)
-    facts = (this.rank_free, implicit_replication_is_allowed(), async_inputs(this.inputs))
+    facts: tuple[Any, ...] = (this.rank_free, implicit_replication_is_allowed(), async_inputs(this.inputs))
+    if this.options.plan == "global":  # whose costs are those of the sizes of this call
+        facts += tuple(size_hint(x) for x in this.inputs if isinstance(x, torch.SymInt))
     return (*this.options.cache_key(), *facts, place)
 
 
