@@ -158,7 +158,9 @@ class StepVariables:
         kept, taken = self.step.kept.get(number), self.step.taken.get(number)
         if kept is not None:
             return (kept,)
-        found = tuple(s for s in self.candidates.of_call(call, given) if not self._cuts_varying(call, s))
+        found = self.candidates.of_call(call, given)
+        if any(x in self.step.varying for x in (*call.inputs, *call.outputs)):
+            found = tuple(strategy for strategy in found if not self._cuts_varying(call, strategy))
         return found if taken is None or taken in found else (*found, taken)
 
     def _cuts_varying(self, call: StepCall, strategy: Strategy) -> bool:

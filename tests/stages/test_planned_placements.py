@@ -461,6 +461,46 @@ def any_placements_of_any_sizes(name):
         assert len(reasons) <= 2  # one for even shards, and one for others
 
 
+@pytest.mark.parametrize("rows", [(8, 16), (7,), (7, 9)], ids=str)
+def test_other_sizes_and_backward_twice(rows):
+    run_on_ranks(2, several_sizes_backward_twice, rows)
+
+
+def several_sizes_backward_twice(rows):
+    """Rows of each call; the second makes sizes symbolic."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    plain = nn.Sequential(Net(), Net()).double()
+    model = distributed(copy.deepcopy(plain), mesh, columns_and_rows)
+    of_input = Shard(0) if len(rows) == 1 else Replicate()
+    with dtensor_compile.record() as recording:
+        run = torch.compile(model, backend="dtensor_aten", options={"plan": "global"})
+        for n in rows:
+            x = torch.randn(n, 16, dtype=torch.float64)
+            model.zero_grad()
+            plain.zero_grad()
+            out, want = run(distribute_tensor(x, mesh, [of_input])), plain(x)
+            for result in (out, out, want, want):
+                (result**2).sum().backward(retain_graph=True)
+            torch.testing.assert_close(out.full_tensor(), want)
+            for p, q in zip(model.parameters(), plain.parameters()):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    planned = [d for d in recording.decisions if d.kind == KIND]
+    assert len(planned) == len(rows) and not any(d.left_alone for d in planned), planned
+
+
+def test_programs_that_are_not_placed_say_why():
+    with job(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x, y = (distribute_tensor(torch.randn(8, 16), mesh[name], [Shard(0)]) for name in ("dp", "tp"))
+        with dtensor_compile.record() as recording:
+            torch.compile(lambda x, y: (x * 2, y.sin()), backend="dtensor_aten", options={"plan": "global"})(x, y)
+    (decision,) = [d for d in recording.decisions if d.kind == KIND]
+    assert decision.left_alone and decision.reason == (
+        "placements are DTensor's own: the program has tensors over 2 meshes"
+    )
+
+
 @on_ranks(2)
 def test_calls_that_are_not_the_recorded_ones_are_compiled_without_a_plan():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

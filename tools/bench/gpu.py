@@ -203,6 +203,15 @@ def _profile(trainer: Trainer, found: dict[str, dict[str, Any]], name: str) -> N
     found["other"][name] = sum(count for count, _ in by_kernel.values()) - found["triton"][name]
 
 
+def seconds(step: Callable[[], Any]) -> float:
+    """Seconds of a step, from an idle GPU to an idle GPU."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
 def profiled(step: Callable[[], Any]) -> dict[str, Any]:
     """ms of a step in which a kernel runs (``busy``) and in which none does (``idle``), MB copied to and from the host
     (``copied``), and for each name of a kernel their number and ms (``by_kernel``)."""

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu import Turns, profiled
+from gpu import Turns, profiled, seconds
 from plan_memory import spread
 from rich.console import Console
 from rich.table import Table
@@ -137,7 +137,7 @@ def measure(name: str, folder: str, repeats: int) -> dict[str, Any]:
             for _ in range(2):
                 step()
             host.clear()
-            times = [_seconds(step) for _ in range(repeats)]
+            times = [seconds(step) for _ in range(repeats)]
             parts = {part: statistics.median(values) for part, values in host.items()}
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -158,14 +158,6 @@ def measure(name: str, folder: str, repeats: int) -> dict[str, Any]:
         }
     finally:
         dist.destroy_process_group()
-
-
-def _seconds(step: Any) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def table(rows: list[dict[str, Any]], plans: dict[str, StepPlan], title: str) -> Table:

@@ -16,16 +16,19 @@ from torch import nn
 Makers = tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]
 
 
-def _llama(layers: int, dim: int, ffn_dim: int, vocab: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(layers: int, dim: int, ffn_dim: int, vocab: int, heads: int = 8, family: str = "Llama") -> nn.Module:
+    """A causal language model; `family` is one whose configuration takes the sizes of Llama's, as ``"Qwen2"``."""
+    import transformers
 
     sizes = {"hidden_size": dim, "intermediate_size": ffn_dim, "num_hidden_layers": layers, "vocab_size": vocab}
-    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=4, use_cache=False, **sizes)
+    made = getattr(transformers, f"{family}Config")
+    config = made(num_attention_heads=heads, num_key_value_heads=4, use_cache=False, **sizes)
     config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
-def _vit(layers: int, dim: int, image: int, patch: int, heads: int = 4) -> nn.Module:
+def vit(layers: int, dim: int, image: int, patch: int, heads: int = 4) -> nn.Module:
+    """A vision transformer of ten classes."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {
@@ -50,8 +53,8 @@ _AVAILABLE = importlib.util.find_spec("transformers") is not None
 #: latency counts.
 SHARDED: dict[str, Makers] = (
     {
-        "fully_shard, small HF Llama": (lambda: _llama(2, 64, 192, 256), lambda: torch.randint(256, (2, 32))),
-        "fully_shard, HF Llama": (lambda: _llama(8, 512, 1536, 2048), lambda: torch.randint(2048, (2, 256))),
+        "fully_shard, small HF Llama": (lambda: llama(2, 64, 192, 256), lambda: torch.randint(256, (2, 32))),
+        "fully_shard, HF Llama": (lambda: llama(8, 512, 1536, 2048), lambda: torch.randint(2048, (2, 256))),
     }
     if _AVAILABLE
     else {}
@@ -59,10 +62,10 @@ SHARDED: dict[str, Makers] = (
 #: Under ``DistributedDataParallel``.
 REPLICATED: dict[str, Makers] = (
     {
-        "DDP, small HF ViT": (lambda: _vit(4, 64, 32, 8), lambda: torch.randn(2, 3, 32, 32)),
+        "DDP, small HF ViT": (lambda: vit(4, 64, 32, 8), lambda: torch.randn(2, 3, 32, 32)),
         # DeiT-tiny: one bucket of DDP's.
-        "DDP, HF DeiT-tiny": (lambda: _vit(12, 192, 224, 16, heads=3), lambda: torch.randn(2, 3, 224, 224)),
-        "DDP, HF ViT": (lambda: _vit(6, 384, 64, 8), lambda: torch.randn(8, 3, 64, 64)),
+        "DDP, HF DeiT-tiny": (lambda: vit(12, 192, 224, 16, heads=3), lambda: torch.randn(2, 3, 224, 224)),
+        "DDP, HF ViT": (lambda: vit(6, 384, 64, 8), lambda: torch.randn(8, 3, 64, 64)),
         "DDP, small HF ResNet": (lambda: _resnet([2, 2], [16, 32]), lambda: torch.randn(2, 3, 64, 64)),
         "DDP, HF ResNet18": (lambda: _resnet([2, 2, 2, 2], [64, 128, 256, 512]), lambda: torch.randn(4, 3, 64, 64)),
     }

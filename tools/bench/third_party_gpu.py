@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu import Turns, profiled
+from gpu import Turns, profiled, seconds
 from rich.console import Console
 from rich.table import Table
+from third_party import llama, vit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -44,29 +45,19 @@ def _sharded(model: nn.Module, blocks: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _llama(name: str) -> nn.Module:
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
-        vocab_size=32000, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+def _decoder(family: str) -> nn.Module:
+    model = llama(4, 2048, 5632, 32000, heads=16, family=family)
     return _sharded(model, model.model.layers)
-
-
-def _vit() -> nn.Module:
-    import transformers
-
-    model = transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=6, num_labels=10))
-    return DistributedDataParallel(model)
 
 
 #: A wrapped model on the GPU, and what makes its input.
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
-    "fully_shard, HF Llama": (lambda: _llama("Llama"), lambda: torch.randint(32000, (2, 2048))),
-    "fully_shard, HF Qwen2": (lambda: _llama("Qwen2"), lambda: torch.randint(32000, (2, 2048))),
-    "DDP, HF ViT": (_vit, lambda: torch.randn(16, 3, 224, 224)),
+    "fully_shard, HF Llama": (lambda: _decoder("Llama"), lambda: torch.randint(32000, (2, 2048))),
+    "fully_shard, HF Qwen2": (lambda: _decoder("Qwen2"), lambda: torch.randint(32000, (2, 2048))),
+    "DDP, HF ViT": (
+        lambda: DistributedDataParallel(vit(6, 768, 224, 16, heads=12)),
+        lambda: torch.randn(16, 3, 224, 224),
+    ),
 }
 
 
@@ -107,7 +98,7 @@ def measure(name: str, variant: str, folder: str, repeats: int) -> dict[str, Any
         step()
         with turns.mine():
             step()
-            found["step"] = statistics.median(_milliseconds(step) for _ in range(repeats))
+            found["step"] = 1e3 * statistics.median(seconds(step) for _ in range(repeats))
             model.zero_grad()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -121,14 +112,6 @@ def measure(name: str, variant: str, folder: str, repeats: int) -> dict[str, Any
         return found | {"busy": kernels["busy"], "kernels": kernels["by_kernel"]}
     finally:
         dist.destroy_process_group()
-
-
-def _milliseconds(step: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
 
 
 def compare(folder: str, name: str, found: dict[str, dict[str, Any]]) -> None:
