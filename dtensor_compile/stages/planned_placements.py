@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -49,43 +50,61 @@ def planned_placements(this: Compilation) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def plan(program: torch.fx.GraphModule) -> None:
-            planned = _planned(program, this)
-            if planned is not None:
+            if planned := _planned(program, this):
                 stack.enter_context(calls_planned(program, planned))
 
         with programs_changed(plan):
             yield
 
 
-def _planned(program: torch.fx.GraphModule, this: Compilation) -> PlannedCalls | None:
-    """The calls of a program with their planned placements; None with a decision where they are DTensor's own."""
-    try:
+def _planned(program: torch.fx.GraphModule, this: Compilation) -> list[PlannedCalls]:
+    """The calls of a program over each mesh with their planned placements; not those over meshes on which they are
+    DTensor's own, with a decision."""
+
+    def recorded() -> list[tuple[DeviceMesh, RecordedStep]]:
         if this.shares_blocks:
             raise ProgramError('equal blocks are compiled once (blocks="once")')
         meshes = tensor_meshes(program)
-        if len(meshes) != 1:
-            raise ProgramError(f"the program has tensors over {len(meshes)} meshes")
-        (mesh,) = meshes
-        if mesh.ndim > 1 and mesh.mesh_dim_names is None:
-            raise ProgramError("the mesh dims have no names")
-        step = record_program(program, this.inputs, module_path)
-        if not step.calls:
+        steps = record_program(program, this.inputs, meshes, module_path)
+        called = [(mesh, step) for mesh, step in zip(meshes, steps) if step.calls]
+        if not called:
             raise ProgramError("it calls no operators on DTensors")
-        return _chosen(step, mesh, this)
+        return called
+
+    called = _if_possible(recorded, "", this) or []
+    planned = []
+    for mesh, step in called:
+        over = f" over {_name(mesh)}" if len(called) > 1 else ""
+        planned.append(_if_possible(functools.partial(_chosen, step, mesh, over, this), over, this))
+    return [calls for calls in planned if calls is not None]
+
+
+def _if_possible(make: Callable[[], T], over: str, this: Compilation) -> T | None:
+    """What `make` returns; None with a decision if it raises."""
+    try:
+        return make()
     except ProgramError as error:
-        _leave_alone(one_line(error), this)
+        _leave_alone(one_line(error), this, over)
     except Exception as error:  # noqa: BLE001 - whatever a rule or a fake tensor raises
         if restarts_analysis(error) or this.options.strict:
             raise
-        _leave_alone(f"{type(error).__name__}: {one_line(error)}", this)
+        _leave_alone(f"{type(error).__name__}: {one_line(error)}", this, over)
     return None
 
 
-def _leave_alone(why: str, this: Compilation) -> None:
-    this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}", left_alone=True)])
+def _name(mesh: DeviceMesh) -> str:
+    """A mesh as a reader of the report knows it: its dims with their sizes."""
+    names = mesh.mesh_dim_names or [f"dim_{i}" for i in range(mesh.ndim)]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape))
 
 
-def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedCalls:
+def _leave_alone(why: str, this: Compilation, over: str = "") -> None:
+    this.log.decided([Decision(GLOBAL_PLAN, "", f"placements{over} are DTensor's own: {why}", left_alone=True)])
+
+
+def _chosen(step: RecordedStep, mesh: DeviceMesh, over: str, this: Compilation) -> PlannedCalls:
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise ProgramError("the mesh dims have no names")
     cluster = this.options.topology or default_cluster(mesh.device_type)
     fixed = {str(i): step.placements[number] for i, number in enumerate(step.inputs)}
     with plans_for(cluster):  # seconds of compute and of communication have to be those of one cluster
@@ -95,19 +114,20 @@ def _chosen(step: RecordedStep, mesh: DeviceMesh, this: Compilation) -> PlannedC
     calls = range(len(step.calls))
     if not choice.possible or greedy.seconds <= choice.seconds:
         why = "no other placements are possible" if not choice.possible else "no others are faster, by estimate"
-        this.log.decided([Decision(GLOBAL_PLAN, "", f"placements are DTensor's own: {why}")])
+        this.log.decided([Decision(GLOBAL_PLAN, "", f"placements{over} are DTensor's own: {why}")])
         this.log.decided(_corrected(step))
-        return PlannedCalls(step, [step.taken[call] for call in calls], [(None,) * len(c.inputs) for c in step.calls])
+        unshared: list[tuple[None, ...]] = [(None,) * len(call.inputs) for call in step.calls]
+        return PlannedCalls(mesh, step, [step.taken[call] for call in calls], unshared)
     own = f"{greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes"
     reason = (
-        f"placements for {len(step.calls)} calls together: {choice.seconds * 1e3:.3f} ms and {choice.sent:,.0f} bytes "
-        f"a step by estimate, instead of {own if greedy.possible else 'ones that have no estimate'}; at most "
+        f"placements for {len(step.calls)} calls{over} together: {choice.seconds * 1e3:.3f} ms and "
+        f"{choice.sent:,.0f} bytes a step by estimate, instead of {own if greedy.possible else 'ones that have no estimate'}; at most "
         f"{choice.gap:.1%} above the best"
     )
     this.log.decided([Decision(GLOBAL_PLAN, "", reason)])
     this.log.decided(_corrected(step))
     strategies = [variables.strategy(choice.choice, call) for call in calls]
-    return PlannedCalls(step, strategies, [taken_from(variables, choice.choice, call) for call in calls])
+    return PlannedCalls(mesh, step, strategies, [taken_from(variables, choice.choice, call) for call in calls])
 
 
 def _corrected(step: RecordedStep) -> list[Decision]:

@@ -489,16 +489,67 @@ def several_sizes_backward_twice(rows):
     assert len(planned) == len(rows) and not any(d.left_alone for d in planned), planned
 
 
-def test_programs_that_are_not_placed_say_why():
-    with job(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        x, y = (distribute_tensor(torch.randn(8, 16), mesh[name], [Shard(0)]) for name in ("dp", "tp"))
-        with dtensor_compile.record() as recording:
-            torch.compile(lambda x, y: (x * 2, y.sin()), backend="dtensor_aten", options={"plan": "global"})(x, y)
-    (decision,) = [d for d in recording.decisions if d.kind == KIND]
-    assert decision.left_alone and decision.reason == (
-        "placements are DTensor's own: the program has tensors over 2 meshes"
-    )
+@on_ranks(4)
+def test_tensor_parallelism_beside_fully_shard_is_placed():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(Net(), Net()).double()
+    x = torch.randn(8, 16).double()
+    rows = x.chunk(2)[mesh.get_local_rank("dp")]
+    want = plain(x)
+    (want**2).sum().div(2).backward()  # fully_shard's gradients are means over dp
+    for seed in range(2):
+        torch._dynamo.reset()
+        model = distributed(copy.deepcopy(plain), mesh["tp"], columns_and_rows)
+        fully_shard(model, mesh=mesh["dp"])
+        chosen = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(seed))
+        with chosen, dtensor_compile.record() as recording:
+            run = torch.compile(model, backend="dtensor_aten", fullgraph=True, options={"plan": "global"})
+            (out,), _ = gradients(run, model, distribute_tensor(rows, mesh["tp"], [Replicate()]))
+        torch.testing.assert_close(out.full_tensor(), want.chunk(2)[mesh.get_local_rank("dp")])
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        (decision,) = [d for d in recording.decisions if d.kind == KIND]
+        assert decision.reason.startswith("placements for") and not decision.left_alone
+
+
+@on_ranks(4)
+def test_each_mesh_of_a_program_is_placed():
+    """Both halves together in the backward pass; a mesh that cannot be placed does not keep the other from it."""
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    unnamed = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Net(), Net()]).double()
+    x, y = torch.randn(2, 8, 16).double()
+
+    def run(model, x, y):
+        first = model[0](x)
+        return first.full_tensor() if isinstance(first, DTensor) else first, model[1](y)
+
+    want, other = run(plain, x, y)
+    (want.square().sum() + other.square().sum()).backward()
+    for mesh, placements in ((named["dp"], replicated), (unnamed, lambda name: [Replicate()] * 2)):
+        torch._dynamo.reset()
+        model = copy.deepcopy(plain)
+        distributed(model[0], named["tp"], lambda name: columns_and_rows(f"0.{name}"))
+        distributed(model[1], mesh, placements)
+        given = distribute_tensor(x, named["tp"], [Shard(0)]), distribute_tensor(y, mesh, [Shard(0)] * mesh.ndim)
+        chosen = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(0))
+        with chosen, dtensor_compile.record() as recording:
+            first, second = torch.compile(run, backend="dtensor_aten", fullgraph=True, options={"plan": "global"})(
+                model, *given
+            )
+            (first.square().sum() + second.full_tensor().square().sum()).backward()
+        torch.testing.assert_close(first, want)
+        torch.testing.assert_close(second.full_tensor(), other)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        over = [d.reason for d in recording.decisions if d.kind == KIND]
+        assert len(over) == 2 and "over tp=2 together" in over[0]
+        if mesh is unnamed:
+            assert over[1] == "placements over dim_0=2, dim_1=2 are DTensor's own: the mesh dims have no names"
+        else:
+            assert "over dp=2 together" in over[1]
 
 
 @on_ranks(2)
@@ -509,9 +560,9 @@ def test_calls_that_are_not_the_recorded_ones_are_compiled_without_a_plan():
     x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()])
 
     def other_step(*args):
-        step = record_program(*args)
+        (step,) = record_program(*args)
         step.calls[3] = dataclasses.replace(step.calls[3], op=torch.ops.aten.neg.default)
-        return step
+        return [step]
 
     with (
         unittest.mock.patch.object(planned_placements, "record_program", other_step),
@@ -526,8 +577,8 @@ def test_a_redistribution_reads_the_placements_of_its_gradient():
     steps = []
 
     def kept(*args):
-        steps.append(record_program(*args))
-        return steps[-1]
+        steps.extend(record_program(*args))
+        return steps
 
     with job(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

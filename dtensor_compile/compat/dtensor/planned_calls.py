@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.program_calls import Calls, dtensors_in, is_backward, placements_of
+from dtensor_compile.compat.dtensor.program_calls import Calls, is_backward, placements_of
 from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
     Spec,
@@ -64,9 +64,13 @@ class PlannedCalls(Calls):
     """While active, calls are made with planned placements of their inputs."""
 
     def __init__(
-        self, step: RecordedStep, strategies: Sequence[Strategy], shared: Sequence[tuple[Placements | None, ...]]
+        self,
+        mesh: DeviceMesh,
+        step: RecordedStep,
+        strategies: Sequence[Strategy],
+        shared: Sequence[tuple[Placements | None, ...]],
     ) -> None:
-        super().__init__()
+        super().__init__(mesh)
         self._planned: dict[str, list[_Planned]] = {FORWARD: [], BACKWARD: []}
         stays = {call for call, _ in step.stays()}
         for number, (call, strategy, taken_from) in enumerate(zip(step.calls, strategies, shared)):
@@ -93,7 +97,7 @@ class PlannedCalls(Calls):
 
     def _made(self, planned: _Planned, func: Any, args: Any, kwargs: Any) -> Any:
         ways = iter(zip(planned.shared, planned.strategy.inputs))
-        mesh = dtensors_in((args, kwargs))[0].device_mesh
+        mesh = self.mesh
         args, kwargs = tree_map(
             lambda x: _taken(x, mesh, *next(ways)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
         )
@@ -193,13 +197,17 @@ def _left(tensor: DTensor, pinned: Placements | None) -> DTensor:
 
 
 @contextlib.contextmanager
-def calls_planned(program: torch.fx.GraphModule, planned: PlannedCalls) -> Iterator[None]:
-    """While active, runs of the program on this thread make their calls as planned. Adds a node to the program."""
+def calls_planned(program: torch.fx.GraphModule, planned: Sequence[PlannedCalls]) -> Iterator[None]:
+    """While active, runs of the program on this thread make their calls as planned, over each mesh. Adds nodes to the
+    program."""
     first = next(iter(node for node in program.graph.nodes if node.op != "placeholder"))
     with program.graph.inserting_before(first):
-        program.graph.call_function(planned.begin)
+        for calls in planned:
+            program.graph.call_function(calls.begin)
     program.recompile()
-    with planned:
+    with contextlib.ExitStack() as stack:
+        for calls in planned:
+            stack.enter_context(calls)
         yield
 
 

@@ -1,7 +1,8 @@
 """The calls of operators on DTensors that a Dynamo graph makes, forward and backward, recorded.
 
 A recording stands in front of DTensor's own dispatch and runs the graph on fake DTensors. `planned_calls` sees the same
-calls in the same order while AOTAutograd traces the graph, so that a call is known by its number in its phase.
+calls in the same order while AOTAutograd traces the graph, so that a call is known by its number in its phase. An
+operator takes DTensors of one mesh alone, so that the calls over each mesh are a step of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.operator_strategies import ask
 from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
@@ -58,19 +60,21 @@ def is_backward() -> bool:
 
 
 class Calls(TorchDispatchMode):
-    """Sees calls of operators on DTensors.
+    """Sees calls of operators on DTensors over one mesh.
 
     Attributes:
+        mesh: the mesh.
         in_parts: names of operators that it saw as their parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
+        self.mesh = mesh
         self.in_parts: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name in TRANSPARENT or not dtensors_in((args, kwargs)):
+        if func._schema.name in TRANSPARENT or not self.dtensors((args, kwargs)):
             return func(*args, **kwargs)
         if (parts := parts_of(func)) is not None:
             self.in_parts.add(func._schema.name)
@@ -78,28 +82,32 @@ class Calls(TorchDispatchMode):
                 return parts(*args, **kwargs)
         return self.call(func, args, kwargs)
 
+    def dtensors(self, value: Any) -> list[DTensor]:
+        """The DTensors over the mesh among the leaves of a value."""
+        return [x for x in dtensors_in(value) if real_mesh(x.device_mesh) == self.mesh]
+
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
 
 class _Recorder(Calls):
-    def __init__(self, step: RecordedStep, fakes: FakeTensorMode) -> None:
-        super().__init__()
-        self.step, self.fakes = step, fakes
+    def __init__(self, mesh: DeviceMesh, fakes: FakeTensorMode) -> None:
+        super().__init__(mesh)
+        self.step, self.fakes = RecordedStep(), fakes
         self.module = ""
         self.known: dict[Any, int] = {}
         self._modules: dict[int, str] = {}
         self._held: list[Any] = []
 
-    def number(self, tensor: torch.Tensor, mesh: DeviceMesh) -> int:
+    def number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor; one that no call made comes from elsewhere."""
         key = _key(tensor)
         if key not in self.known:
-            self._new(key, tensor, mesh)
-            self.step.came[self.known[key]] = placements_of(tensor, mesh)
+            self._new(key, tensor)
+            self.step.came[self.known[key]] = placements_of(tensor, self.mesh)
         return self.known[key]
 
-    def _new(self, key: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> int:
+    def _new(self, key: Any, tensor: torch.Tensor) -> int:
         sizes, strides = size_hints(tensor.shape), size_hints(tensor.stride())
         with self.fakes:
             made = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
@@ -108,18 +116,17 @@ class _Recorder(Calls):
             self.step.varying[self.known[key]] = varying
         self.step.tensors.append(made)
         self.step.memory.append(key[0])
-        self.step.placements[self.known[key]] = placements_of(tensor, mesh)
+        self.step.placements[self.known[key]] = placements_of(tensor, self.mesh)
         self._held.append(_local(tensor))
         return self.known[key]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if not dtensors_in(result):
+        if not self.dtensors(result):
             return result
-        given, made = tensor_leaves((args, kwargs)), tensor_leaves(result)
-        mesh = dtensors_in(result)[0].device_mesh
-        inputs = tuple(self.number(x, mesh) for x in given)
-        outputs = tuple(self._new(_key(x), x, mesh) for x in made)
+        mesh, given, made = self.mesh, tensor_leaves((args, kwargs)), tensor_leaves(result)
+        inputs = tuple(map(self.number, given))
+        outputs = tuple(self._new(_key(x), x) for x in made)
         phase = BACKWARD if is_backward() else FORWARD
         plain_args, plain_kwargs = tree_map(_numbered(inputs, self.step.tensors), (tuple(args), dict(kwargs)))
         plain_result = tree_map(_numbered(outputs, self.step.tensors), result)
@@ -144,14 +151,15 @@ class _Recorder(Calls):
 
     def pin(self, value: Any) -> None:
         """The DTensors in `value` are read outside of the calls: they are made as they are now."""
-        for tensor in dtensors_in(value):
-            self.step.pinned[self.number(tensor, tensor.device_mesh)] = tuple(tensor.placements)
+        for tensor in self.dtensors(value):
+            self.step.pinned[self.number(tensor)] = tuple(tensor.placements)
 
-    def pin_leaf_gradient(self, gradient: DTensor, of_leaf: Placements) -> None:
+    def pin_leaf_gradient(self, gradient: Any, leaf: Any) -> None:
         """The gradient of a leaf is read by an optimizer, which wants it placed as the leaf."""
-        number = self.number(gradient, gradient.device_mesh)
-        self.step.pinned[number] = of_leaf
-        self.step.leaf_gradients.add(number)
+        if self.dtensors(gradient) and self.dtensors(leaf):
+            number = self.number(gradient)
+            self.step.pinned[number] = tuple(leaf.placements)
+            self.step.leaf_gradients.add(number)
 
 
 def _numbered(numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
@@ -181,20 +189,28 @@ def _key(tensor: torch.Tensor) -> Any:
 class _Interpreter(torch.fx.Interpreter):
     """Runs a Dynamo graph; what other nodes than operators read is pinned."""
 
-    def __init__(self, program: torch.fx.GraphModule, recorder: _Recorder, module_of: Callable[[Any], str]) -> None:
+    def __init__(
+        self, program: torch.fx.GraphModule, recorders: Sequence[_Recorder], module_of: Callable[[Any], str]
+    ) -> None:
         super().__init__(program)
-        self.recorder, self.module_of = recorder, module_of
+        self.recorders, self.module_of = recorders, module_of
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        self.recorder.module = self.module_of(n)
+        for recorder in self.recorders:
+            recorder.module = self.module_of(n)
         if n.op not in ("call_function", "call_method") or not _reads_placements(n):
             return super().run_node(n)
-        self.recorder.pin([self.env[used] for used in n.all_input_nodes])
+        self.pin([self.env[used] for used in n.all_input_nodes])
         result = super().run_node(n)
         for tensor in dtensors_in(result):
             if tensor.requires_grad:
-                tensor.register_hook(self.recorder.pin)  # its backward reads the placements of the gradient
+                tensor.register_hook(self.pin)  # its backward reads the placements of the gradient
         return result
+
+    def pin(self, value: Any) -> None:
+        """Pins the DTensors in a value, over whatever mesh."""
+        for recorder in self.recorders:
+            recorder.pin(value)
 
 
 #: Methods of DTensors that are no operators.
@@ -211,13 +227,17 @@ def _reads_placements(node: torch.fx.Node) -> bool:
 
 
 def record_program(
-    program: torch.fx.GraphModule, inputs: Sequence[Any], module_of: Callable[[Any], str]
-) -> RecordedStep:
-    """Records the calls of a Dynamo graph and of its backward pass.
+    program: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    meshes: Sequence[DeviceMesh],
+    module_of: Callable[[Any], str],
+) -> list[RecordedStep]:
+    """Records the calls of a Dynamo graph and of its backward pass; a step for each mesh.
 
     Args:
         program: the graph.
         inputs: fake inputs of it.
+        meshes: of its DTensors.
         module_of: the path of the module of a node.
 
     Raises:
@@ -230,19 +250,23 @@ def record_program(
     mode = detect_fake_mode(inputs)
     if not isinstance(mode, FakeTensorMode):
         raise ProgramError("its inputs are not fake")
-    step = RecordedStep()
     with mode:
         # Inputs have the sizes of a call; where those are symbolic, the graph knows.
         traced = (node.meta["example_value"] for node in program.graph.nodes if node.op == "placeholder")
         values = [fake_like(mode, value) for value in traced]
-    recorder = _Recorder(step, FakeTensorMode())
-    step.inputs = [recorder.number(value, value.device_mesh) for value in dtensors_in(values)]
-    step.came.clear()
+    fakes = FakeTensorMode()
+    recorders = [_Recorder(mesh, fakes) for mesh in meshes]
+    for recorder in recorders:
+        recorder.step.inputs = [recorder.number(value) for value in recorder.dtensors(values)]
+        recorder.step.came.clear()
+    interpreter = _Interpreter(program, recorders, module_of)
     # As AOTAutograd traces: composite operators are decomposed in Python.
     decomposed = enable_python_dispatcher() if mode.shape_env is not None else contextlib.nullcontext()
-    with torch.enable_grad(), mode, decomposed, recorder:
-        results = _Interpreter(program, recorder, module_of).run(*values)
-        recorder.pin(results)
+    with contextlib.ExitStack() as stack:
+        for scope in (torch.enable_grad(), mode, decomposed, *recorders):
+            stack.enter_context(scope)
+        results = interpreter.run(*values)
+        interpreter.pin(results)
         ends = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor) and x.requires_grad]
         trained = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
         if ends and trained:
@@ -250,11 +274,12 @@ def record_program(
             gradients = torch.autograd.grad(ends, trained, starts, allow_unused=True)
             leaves = [x.is_leaf for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
             for value, gradient, is_leaf in zip(trained, gradients, leaves):
-                recorder.pin(gradient)
-                if is_leaf and isinstance(value, DTensor) and isinstance(gradient, DTensor):
-                    recorder.pin_leaf_gradient(gradient, tuple(value.placements))
-    step.in_parts |= recorder.in_parts
-    return step
+                interpreter.pin(gradient)
+                for recorder in recorders if is_leaf else ():
+                    recorder.pin_leaf_gradient(gradient, value)
+    for recorder in recorders:
+        recorder.step.in_parts |= recorder.in_parts
+    return [recorder.step for recorder in recorders]
 
 
 def _tangent(result: torch.Tensor) -> torch.Tensor:
