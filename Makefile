@@ -11,7 +11,7 @@ CATALOGUE ?= 3/40
 FAST := tests/ir tests/planner tests/passes tests/graph tests/schedule tests/fixups tests/lowering tests/topology tests/stages tests/compat
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan bench-planned-steps clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -139,6 +139,10 @@ bench-plan-gpu: $(VENV)/.installed
 # Placements for a Llama of 8B shapes on 64 GPUs.
 bench-global-plan: $(VENV)/.installed
 	$(BIN)/python tools/bench/global_plan.py --layers 2 8 32
+
+# Planned placements against DTensor's own, on a slow network (root).
+bench-planned-steps: $(VENV)/.installed
+	$(BIN)/python tools/bench/planned_steps.py
 
 bench-memory: $(VENV)/.installed
 	$(BIN)/python tools/bench/memory.py

@@ -119,6 +119,22 @@ class GraphLog:
             recording_.graphs[-1].compilation = self.compilation
 
 
+class QuietLog(GraphLog):
+    """The log of a compilation that is not the program's: it reports nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recordings = []
+
+    def captured(self, graph: torch.fx.Graph) -> None: ...
+
+    def planned(self, graph: torch.fx.Graph) -> None: ...
+
+    def decided(self, decisions: list[Decision]) -> None: ...
+
+    def lowered(self, graph: torch.fx.Graph) -> None: ...
+
+
 def _text(node: torch.fx.Node) -> str:
     return f"{describe(node)} {source_line(node)}".strip()
 

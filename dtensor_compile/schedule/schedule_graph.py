@@ -78,6 +78,12 @@ def schedule_graph(
     return [*decisions, *_over(found.peak, bound, before.peak, overlap_memory)]
 
 
+def graph_seconds(graph: torch.fx.Graph, cluster: Cluster) -> float:
+    """Estimated seconds of a lowered graph in its order, with what is exposed of its collectives."""
+    tasks = graph_tasks(graph, cluster)
+    return simulate(tasks, range(len(tasks))).seconds
+
+
 def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:
     """A decision about the excess of an order over its bound, if any.
 

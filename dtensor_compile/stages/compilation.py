@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.aot.tangents import Tangents
+from dtensor_compile.compat.dtensor.planned_calls import PlannedCalls
 from dtensor_compile.compat.dynamo.settings import compiles_on_one_rank
 from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
 from dtensor_compile.decisions import Decision
@@ -42,6 +43,7 @@ class Compilation:
         blocks: graphs of blocks that are compiled once, by their names.
         apart: numbers of blocks whose calls are compiled separately, because they cannot share a graph.
         placed: whether placements may be chosen for the whole program.
+        calls: the calls of the program over each mesh with placements that forecasts decided for; None before that.
         order: decisions about the order of the graph that was lowered last, kept if Inductor's kernels are reordered.
     """
 
@@ -63,6 +65,7 @@ class Compilation:
     blocks: dict[str, BlockGraph] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
     placed: bool = True
+    calls: Sequence[PlannedCalls] | None = None
     order: list[Decision] = field(default_factory=list)
 
     @property

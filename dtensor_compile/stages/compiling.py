@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,10 +23,11 @@ from dtensor_compile.compat.aot.effects import tokens_from_inputs
 from dtensor_compile.compat.aot.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
 from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_states, share_groups
-from dtensor_compile.compat.aot.run_graph import compile_to_aten
+from dtensor_compile.compat.aot.run_graph import compile_to_aten, lower_for_aten
 from dtensor_compile.compat.aot.shapes import size_hint, sizes_from_expressions
 from dtensor_compile.compat.aot.unwrap import native_calls
 from dtensor_compile.compat.dtensor.lookup_masks import masks_at_run_time
+from dtensor_compile.compat.dtensor.planned_calls import PlacementsLost, PlannedCalls
 from dtensor_compile.compat.dynamo.counters import cached_programs
 from dtensor_compile.compat.dynamo.data_dependent_scalars import backward_in_time
 from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
@@ -32,12 +35,16 @@ from dtensor_compile.compat.inductor.compile import compile_with_inductor
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
 from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.graph.global_annotations import mark_local_tensors
+from dtensor_compile.graph.inline_subgraph import is_whole
 from dtensor_compile.ir import known_groups
 from dtensor_compile.ir.rank_free import dims_of_name, rank_free
 from dtensor_compile.ops.call_block import block_graphs
 from dtensor_compile.ops.coordinates import coordinate_in
+from dtensor_compile.recording.graph_log import QuietLog
 from dtensor_compile.recording.recorder import cache_key, recording
 from dtensor_compile.runtime.artifacts import ArtifactsError, current_build, not_used
+from dtensor_compile.runtime.collective_agreement import Agreement
+from dtensor_compile.schedule.schedule_graph import graph_seconds
 from dtensor_compile.stages.blocks import share_blocks, until_gradients_fit
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
@@ -45,7 +52,7 @@ from dtensor_compile.stages.kernels import on_uncompiled, passes_over_kernels
 from dtensor_compile.stages.lowered import lower_graph
 from dtensor_compile.stages.planned_placements import planned_placements, until_placed
 from dtensor_compile.stages.program import GRAPH_FUNCTIONS
-from dtensor_compile.topology.devices import on_one_host
+from dtensor_compile.topology.devices import default_cluster, on_one_host
 from dtensor_compile.topology.network import plans_for
 
 
@@ -122,7 +129,35 @@ def code_header(gm: torch.fx.GraphModule) -> list[str]:
 
 def compile_program(this: Compilation) -> Callable[..., Any]:
     """Traces, plans, lowers, schedules and compiles the program; returns the compiled callable."""
-    return until_placed(lambda: until_gradients_fit(lambda: _compiled(this), this), this)
+    forecast = functools.partial(_forecast, this)
+    return until_placed(lambda: until_gradients_fit(lambda: _compiled(this), this), forecast, this)
+
+
+def _forecast(this: Compilation, calls: Sequence[PlannedCalls]) -> float:
+    """Seconds of a step whose calls have these placements, by estimate of the lowered graphs; nothing is compiled or
+    logged. Infinite if the program cannot be traced so."""
+    options = dataclasses.replace(this.options, kernels="aten")
+    agreement = Agreement(this.agreement.function)
+    trial = dataclasses.replace(
+        this, options=options, agreement=agreement, log=QuietLog(), calls=calls, digest="", order=[]
+    )
+    cluster = this.options.topology or default_cluster(calls[0].mesh.device_type)
+    seconds = 0.0
+
+    def lower(graph: torch.fx.Graph) -> None:
+        nonlocal seconds
+        lower_graph(graph, trial)
+        if is_whole(graph):
+            seconds += graph_seconds(graph, cluster)
+
+    plan = functools.partial(plan_joint_graph, this=trial)
+    try:
+        with _scopes(trial):
+            trace = functools.partial(lower_for_aten, this.program, this.inputs, joint_pass=plan, post_grad_pass=lower)
+            plan_until_sizes_stay(trace)
+    except PlacementsLost:
+        return math.inf
+    return seconds
 
 
 def _compiled(this: Compilation) -> Callable[..., Any]:

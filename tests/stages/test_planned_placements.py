@@ -1,8 +1,10 @@
 """``options={"plan": "global"}``: eager's numbers with other placements inside."""
 
+import contextlib
 import copy
 import dataclasses
 import math
+import re
 import unittest.mock
 
 import numpy as np
@@ -20,7 +22,7 @@ from dtensor_compile.compat.dtensor import planned_calls
 from dtensor_compile.compat.dtensor.program_calls import record_program
 from dtensor_compile.compat.dtensor.step_record import BACKWARD
 from dtensor_compile.demo.llama import Llama, LlamaConfig
-from dtensor_compile.global_plan.choose_placements import Choice
+from dtensor_compile.global_plan.choose_placements import Choice, choose_placements
 from dtensor_compile.global_plan.message_passing import solve
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
 from dtensor_compile.offline import job
@@ -83,10 +85,12 @@ class Net(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def any_choice(seed):
-    """Stands in for the search: a possible choice at random."""
+def any_choice(seed, seconds=-1.0):
+    """Stands in for the search: a possible choice at random, which seems to take so many seconds."""
 
     def choose(model, budget=None, overlaps=True):
+        if all(len(variable.choices) == 1 for variable in model.variables if variable.kind == "call"):
+            return choose_placements(model, budget, overlaps)  # of DTensor's own placements
         rng = np.random.default_rng(seed)
         problem = model.problem(0.0, 0.0, 0.0)
         own = [np.where(costs < IMPOSSIBLE, rng.random(len(costs)), IMPOSSIBLE) for costs in problem.own]
@@ -96,7 +100,7 @@ def any_choice(seed):
         choice = [0] * len(problem.own)
         for i, x in zip(model.order(), found.choice):
             choice[i] = x
-        return Choice(tuple(choice), -1.0, 0.0, -1.0, 0.0, 0.0, 0.0, True)
+        return Choice(tuple(choice), seconds, 0.0, seconds, 0.0, 0.0, 0.0, True)
 
     return choose
 
@@ -489,6 +493,35 @@ def several_sizes_backward_twice(rows):
     assert len(planned) == len(rows) and not any(d.left_alone for d in planned), planned
 
 
+@on_ranks(2)
+def test_forecasts_decide_where_estimates_are_close():
+    """A bad plan that seems fast is not taken; a good one is, and nothing of the forecasts is left in the report."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    plain = nn.Sequential(Net(), Net()).double()
+    x = distribute_tensor(torch.randn(64, 16).double(), mesh, [Shard(0)])
+    bad = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(0, seconds=1e-12))
+    close = unittest.mock.patch.object(planned_placements, "_CLEARLY", math.inf)
+    sent = {}
+    for name, chosen in (("own", contextlib.nullcontext()), ("bad", bad)):
+        model = distributed(copy.deepcopy(plain), mesh, replicated)
+        with chosen, close:
+            (reason,), recording = same(plain, model, x)
+        sent[name] = [(c.kind, c.bytes) for c in recording.collectives], len(recording.graphs)
+    assert re.fullmatch(
+        r"placements are DTensor's own: [\d.]+ ms a step by forecast of the lowered graphs, where those that are "
+        r"faster by estimate take [\d.]+ ms",
+        reason,
+    )
+    assert sent["bad"] == sent["own"], sent
+
+    model = distributed(copy.deepcopy(plain), mesh, columns_and_rows)
+    x = distribute_tensor(torch.randn(64, 16).double(), mesh, [Shard(0)])
+    with close:
+        (reason,), recording = same(plain, model, x)
+    assert reason.startswith("placements for") and len(recording.graphs) == sent["own"][1], reason
+
+
 @on_ranks(4)
 def test_tensor_parallelism_beside_fully_shard_is_placed():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -544,12 +577,12 @@ def test_each_mesh_of_a_program_is_placed():
         torch.testing.assert_close(second.full_tensor(), other)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-        over = [d.reason for d in recording.decisions if d.kind == KIND]
-        assert len(over) == 2 and "over tp=2 together" in over[0]
+        reasons = sorted(d.reason for d in recording.decisions if d.kind == KIND)
+        assert len(reasons) == 2 and "over tp=2 together" in reasons[0 if mesh is unnamed else 1], reasons
         if mesh is unnamed:
-            assert over[1] == "placements over dim_0=2, dim_1=2 are DTensor's own: the mesh dims have no names"
+            assert reasons[1] == "placements over dim_0=2, dim_1=2 are DTensor's own: the mesh dims have no names"
         else:
-            assert "over dp=2 together" in over[1]
+            assert "over dp=2 together" in reasons[0]
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
@@ -36,6 +37,14 @@ def compile_to_aten(
         return run_boxed(graph_module)
 
     return compile_for_aten(gm, example_inputs, joint_pass, lower)
+
+
+def lower_for_aten(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, joint_pass: GraphFunction, post_grad_pass: GraphFunction
+) -> None:
+    """As `compile_to_aten`, with the backward graph at once and not when it first runs, for what the passes see."""
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        compile_to_aten(gm, example_inputs, joint_pass=joint_pass, post_grad_pass=post_grad_pass)
 
 
 def compile_for_aten(
