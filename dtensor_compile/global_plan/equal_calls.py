@@ -2,7 +2,8 @@
 
 Two calls are of one class if their modules' paths differ in indices only (``blocks.0.attention`` and
 ``blocks.7.attention``), their operators and arguments are equal, and they are the same in order among such calls of
-their module and phase.
+their module and phase. Views that are made twice of the same tensor, which are one tensor in the recording, are of one
+class.
 """
 
 from __future__ import annotations
@@ -42,14 +43,19 @@ def classes_of_calls(step: RecordedStep) -> list[int]:
     """The class of each call, numbered in the order of their first calls."""
     seen: Counter[Hashable] = Counter()
     classes: dict[Hashable, int] = {}
-    found = []
+    found: list[int] = []
+    made: dict[tuple[int, ...], int] = {}
     for number, call in enumerate(step.calls):
+        if call.outputs in made:
+            found.append(made[call.outputs])
+            continue
         same = call.module, call.phase, facts_of_call(call)
         seen[same] += 1
         varying = map(step.varying.get, (*call.inputs, *call.outputs))
         constraints = step.kept.get(number), *map(step.pinned.get, call.outputs), *varying
         key = pattern(call.module), call.phase, seen[same], facts_of_call(call), constraints
         found.append(classes.setdefault(key, len(classes)))
+        made[call.outputs] = found[-1]
     return found
 
 

@@ -23,6 +23,7 @@ from dtensor_compile.compat.dtensor.program_calls import record_program
 from dtensor_compile.compat.dtensor.step_record import BACKWARD
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.global_plan.choose_placements import Choice, choose_placements
+from dtensor_compile.global_plan.equal_calls import classes_of_calls
 from dtensor_compile.global_plan.message_passing import solve
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
 from dtensor_compile.offline import job
@@ -605,8 +606,8 @@ def test_calls_that_are_not_the_recorded_ones_are_compiled_without_a_plan():
     assert len(reasons) == 1 and "where aten.neg.default was expected" in reasons[0]
 
 
-def test_a_redistribution_reads_the_placements_of_its_gradient():
-    """It gives what it redistributed another gradient for each, which the calls after it would not expect."""
+def recorded(make, placements, shape):
+    """The step of a program that is compiled on two simulated ranks."""
     steps = []
 
     def kept(*args):
@@ -615,10 +616,33 @@ def test_a_redistribution_reads_the_placements_of_its_gradient():
 
     with job(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = distributed(RedistributesASum(), mesh, sums_rows)
-        x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()])
+        x = distribute_tensor(torch.randn(shape), mesh, [Replicate()])
         with unittest.mock.patch.object(planned_placements, "record_program", kept):
-            compiled(model, x, plan="global")
+            compiled(distributed(make(), mesh, placements), x, plan="global")
     (step,) = steps
+    return step
+
+
+class TwoLinears(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        return self.one(x) * self.two(x)
+
+
+def test_equal_views_of_a_tensor_are_one_tensor():
+    """A linear layer views its input as a matrix. The backward passes of two that read one input may get either view."""
+    step = recorded(TwoLinears, replicated, (2, 4, 16))
+    views = [i for i, call in enumerate(step.calls) if call.inputs == (step.inputs[0],) and call.name == "aten.view"]
+    assert len(views) == 2 and len({step.calls[i].outputs for i in views}) == 1
+    classes = classes_of_calls(step)
+    assert classes[views[0]] == classes[views[1]]
+
+
+def test_a_redistribution_reads_the_placements_of_its_gradient():
+    """It gives what it redistributed another gradient for each, which the calls after it would not expect."""
+    step = recorded(RedistributesASum, sums_rows, (8, 16))
     (sum_of_both,) = [call for call in step.calls if call.phase == BACKWARD and call.name == "aten.add"]
     assert step.placements[sum_of_both.outputs[0]] == step.pinned[sum_of_both.outputs[0]]

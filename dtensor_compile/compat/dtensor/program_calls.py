@@ -35,6 +35,7 @@ from dtensor_compile.compat.dtensor.step_record import (
     RecordedStep,
     StepCall,
     Strategy,
+    makes_alias,
     parts_of,
 )
 
@@ -96,6 +97,7 @@ class _Recorder(Calls):
         self.step, self.fakes = RecordedStep(), fakes
         self.module = ""
         self.known: dict[Any, int] = {}
+        self._views: dict[Any, tuple[int, ...]] = {}
         self._modules: dict[int, str] = {}
         self._held: list[Any] = []
 
@@ -126,7 +128,10 @@ class _Recorder(Calls):
             return result
         mesh, given, made = self.mesh, tensor_leaves((args, kwargs)), tensor_leaves(result)
         inputs = tuple(map(self.number, given))
-        outputs = tuple(self._new(_key(x), x) for x in made)
+        keys = tuple(map(_key, made))
+        outputs = self._views.get((func, inputs, keys)) or tuple(self._new(key, x) for key, x in zip(keys, made))
+        if makes_alias(func):  # autograd may hand out either of two equal views for what it saved
+            self._views[func, inputs, keys] = outputs
         phase = BACKWARD if is_backward() else FORWARD
         plain_args, plain_kwargs = tree_map(_numbered(inputs, self.step.tensors), (tuple(args), dict(kwargs)))
         plain_result = tree_map(_numbered(outputs, self.step.tensors), result)
