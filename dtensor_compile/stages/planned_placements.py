@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -37,7 +37,6 @@ T = TypeVar("T")
 #: Kind of the decisions.
 GLOBAL_PLAN = "global_plan"
 
-
 #: How many times as fast a plan is by estimate if it is taken without a forecast. Estimates do not know the collectives
 #: that are merged, nor what runs outside of the calls: of 14 programs, forecasts put plan and DTensor's own up to 1.8
 #: times nearer to each other.
@@ -46,26 +45,41 @@ _CLEARLY = 2.0
 
 @dataclass
 class _Placed:
-    """The calls over one mesh: with planned placements, with DTensor's own, the seconds of both by estimate, and the
-    decisions if the plan is taken."""
+    """The calls over one mesh: with planned placements and with DTensor's own, the seconds of both by estimate, why the
+    plan is taken, and what either computes otherwise than in eager."""
 
     planned: PlannedCalls
     own: PlannedCalls
     seconds: float
     own_seconds: float
-    decisions: list[Decision]
+    reason: str
+    corrected: list[Decision]
 
     @property
     def clear(self) -> bool:
         return self.planned is self.own or self.own_seconds >= _CLEARLY * self.seconds
 
 
+@dataclass
+class _Program:
+    """The calls over all meshes, and decisions about meshes that keep DTensor's placements because they have to."""
+
+    placed: list[_Placed] = field(default_factory=list)
+    left: list[Decision] = field(default_factory=list)
+
+    def decisions(self, why_own: str = "") -> list[Decision]:
+        """Those of the program, with its planned placements or, for a reason, with DTensor's own."""
+        reasons = [why_own] if why_own else [mesh.reason for mesh in self.placed]
+        corrected = [decision for mesh in self.placed for decision in mesh.corrected]
+        return [*self.left, *(Decision(GLOBAL_PLAN, "", reason) for reason in reasons), *corrected]
+
+
 class _Undecided(DTensorCompileError):
     """Forecasts have to decide between planned placements and DTensor's own."""
 
-    def __init__(self, placed: Sequence[_Placed]) -> None:
+    def __init__(self, program: _Program) -> None:
         super().__init__("planned placements are not clearly faster by estimate")
-        self.placed = placed
+        self.program = program
 
 
 def until_placed(compile: Callable[[], T], forecast: Callable[[Sequence[PlannedCalls]], float], this: Compilation) -> T:
@@ -80,7 +94,7 @@ def until_placed(compile: Callable[[], T], forecast: Callable[[Sequence[PlannedC
         return compile()
     except _Undecided as found:
         this.log.forget_since(before)
-        decisions = _by_forecast(found.placed, forecast, this)
+        decisions = _by_forecast(found.program, forecast, this)
         try:
             compiled = compile()
         except PlacementsLost as error:
@@ -92,26 +106,24 @@ def until_placed(compile: Callable[[], T], forecast: Callable[[Sequence[PlannedC
         lost = error
     this.log.forget_since(before)
     this.placed = False
-    _leave_alone(one_line(lost), this)
+    this.log.decided([_left_alone(one_line(lost))])
     return compile()
 
 
 def _by_forecast(
-    placed: Sequence[_Placed], forecast: Callable[[Sequence[PlannedCalls]], float], this: Compilation
+    program: _Program, forecast: Callable[[Sequence[PlannedCalls]], float], this: Compilation
 ) -> list[Decision]:
     """Decides for the faster calls by forecast; returns the decisions to report."""
-    planned, own = [this.planned for this in placed], [this.own for this in placed]
+    planned, own = [mesh.planned for mesh in program.placed], [mesh.own for mesh in program.placed]
     seconds, own_seconds = forecast(planned), forecast(own)
-    decisions = [decision for this in placed for decision in this.decisions]
     if seconds <= own_seconds:
         this.calls = planned
-        return decisions
+        return program.decisions()
     this.calls = own
-    reason = (
+    return program.decisions(
         f"placements are DTensor's own: {own_seconds * 1e3:.3f} ms a step by forecast of the lowered graphs, where "
         f"those that are faster by estimate take {seconds * 1e3:.3f} ms"
     )
-    return [Decision(GLOBAL_PLAN, "", reason)]
 
 
 @contextlib.contextmanager
@@ -122,11 +134,11 @@ def planned_placements(this: Compilation) -> Iterator[None]:
         def plan(program: torch.fx.GraphModule) -> None:
             calls = this.calls
             if calls is None:
-                placed = _placed(program, this)
-                if not all(this.clear for this in placed) and _is_alike(this):
-                    raise _Undecided(placed)
-                this.log.decided([decision for this in placed for decision in this.decisions])
-                calls = [this.planned for this in placed]
+                found = _placed(program, this)
+                if not all(mesh.clear for mesh in found.placed) and _is_alike(this):
+                    raise _Undecided(found)
+                this.log.decided(found.decisions())
+                calls = [mesh.planned for mesh in found.placed]
             if calls:
                 stack.enter_context(calls_planned(program, calls))
 
@@ -139,8 +151,9 @@ def _is_alike(this: Compilation) -> bool:
     return this.even and not this.between_meshes
 
 
-def _placed(program: torch.fx.GraphModule, this: Compilation) -> list[_Placed]:
-    """The calls of a program over each mesh, placed; not those over meshes that cannot be placed, with a decision."""
+def _placed(program: torch.fx.GraphModule, this: Compilation) -> _Program:
+    """The calls of a program over each mesh, placed if they can be."""
+    found = _Program()
 
     def recorded() -> list[tuple[DeviceMesh, RecordedStep]]:
         if this.shares_blocks:
@@ -152,24 +165,24 @@ def _placed(program: torch.fx.GraphModule, this: Compilation) -> list[_Placed]:
             raise ProgramError("it calls no operators on DTensors")
         return called
 
-    called = _if_possible(recorded, "", this) or []
-    placed = []
+    called = _if_possible(recorded, "", found.left, this) or []
     for mesh, step in called:
         over = f" over {_name(mesh)}" if len(called) > 1 else ""
-        placed.append(_if_possible(functools.partial(_chosen, step, mesh, over, this), over, this))
-    return [calls for calls in placed if calls is not None]
+        placed = _if_possible(functools.partial(_chosen, step, mesh, over, this), over, found.left, this)
+        found.placed.extend([placed] if placed is not None else [])
+    return found
 
 
-def _if_possible(make: Callable[[], T], over: str, this: Compilation) -> T | None:
-    """What `make` returns; None with a decision if it raises."""
+def _if_possible(make: Callable[[], T], over: str, left: list[Decision], this: Compilation) -> T | None:
+    """What `make` returns; None, with a decision in `left`, if it raises."""
     try:
         return make()
     except ProgramError as error:
-        _leave_alone(one_line(error), this, over)
+        left.append(_left_alone(one_line(error), over))
     except Exception as error:  # noqa: BLE001 - whatever a rule or a fake tensor raises
         if restarts_analysis(error) or this.options.strict:
             raise
-        _leave_alone(f"{type(error).__name__}: {one_line(error)}", this, over)
+        left.append(_left_alone(f"{type(error).__name__}: {one_line(error)}", over))
     return None
 
 
@@ -179,8 +192,8 @@ def _name(mesh: DeviceMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape))
 
 
-def _leave_alone(why: str, this: Compilation, over: str = "") -> None:
-    this.log.decided([Decision(GLOBAL_PLAN, "", f"placements{over} are DTensor's own: {why}", left_alone=True)])
+def _left_alone(why: str, over: str = "") -> Decision:
+    return Decision(GLOBAL_PLAN, "", f"placements{over} are DTensor's own: {why}", left_alone=True)
 
 
 def _chosen(step: RecordedStep, mesh: DeviceMesh, over: str, this: Compilation) -> _Placed:
@@ -199,8 +212,8 @@ def _chosen(step: RecordedStep, mesh: DeviceMesh, over: str, this: Compilation) 
     as_taken = PlannedCalls(mesh, step, [step.taken[call] for call in calls], unshared)
     if not choice.possible or greedy.seconds <= choice.seconds:
         why = "no other placements are possible" if not choice.possible else "no others are faster, by estimate"
-        decisions = [Decision(GLOBAL_PLAN, "", f"placements{over} are DTensor's own: {why}"), *_corrected(step)]
-        return _Placed(as_taken, as_taken, greedy.seconds, greedy.seconds, decisions)
+        reason = f"placements{over} are DTensor's own: {why}"
+        return _Placed(as_taken, as_taken, greedy.seconds, greedy.seconds, reason, _corrected(step))
     own = f"{greedy.seconds * 1e3:.3f} ms and {greedy.sent:,.0f} bytes" if greedy.possible else "ones without estimate"
     reason = (
         f"placements for {len(step.calls)} calls{over} together: {choice.seconds * 1e3:.3f} ms and "
@@ -209,8 +222,7 @@ def _chosen(step: RecordedStep, mesh: DeviceMesh, over: str, this: Compilation) 
     )
     strategies = [variables.strategy(choice.choice, call) for call in calls]
     planned = PlannedCalls(mesh, step, strategies, [taken_from(variables, choice.choice, call) for call in calls])
-    decisions = [Decision(GLOBAL_PLAN, "", reason), *_corrected(step)]
-    return _Placed(planned, as_taken, choice.seconds, greedy.seconds, decisions)
+    return _Placed(planned, as_taken, choice.seconds, greedy.seconds, reason, _corrected(step))
 
 
 def _corrected(step: RecordedStep) -> list[Decision]:

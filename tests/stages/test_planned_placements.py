@@ -633,7 +633,7 @@ class TwoLinears(nn.Module):
 
 
 def test_equal_views_of_a_tensor_are_one_tensor():
-    """A linear layer views its input as a matrix. The backward passes of two that read one input may get either view."""
+    """A linear layer views its input as a matrix. The backward passes of two that read one input get either view."""
     step = recorded(TwoLinears, replicated, (2, 4, 16))
     views = [i for i, call in enumerate(step.calls) if call.inputs == (step.inputs[0],) and call.name == "aten.view"]
     assert len(views) == 2 and len({step.calls[i].outputs for i in views}) == 1

@@ -169,11 +169,13 @@ def measure(program: str, layers: int, topology: Cluster, repeats: int) -> dict[
             result["bytes"][name] = recording.bytes_sent
         reasons = [d.reason for d in recording.decisions if d.kind == "global_plan"]
         result["forecast"] = "; ".join(reasons) or result["forecast"]
+    order = list(variants)
     for _ in range(repeats):
-        for name, variant in variants.items():
+        order = [*order[1:], order[0]]  # none is always the one after eager
+        for name in order:
             dist.barrier()
             began = time.perf_counter()
-            variant()
+            variants[name]()
             result["seconds"].setdefault(name, []).append(time.perf_counter() - began)
     return result
 
