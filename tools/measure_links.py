@@ -15,7 +15,7 @@ A stream, because a link may let a burst through before it holds its rate (`tool
 than it is to messages with pauses between them. Both are measured while every rank computes: gloo's threads need a core
 as much as the matmuls that they are to run beside, and on a busy core a message starts later by what the core's turns
 take. The device's rates are those of matmuls and copies while all ranks run them, which is how they are when
-ranks share a host.
+ranks share a host; its contention is the part of the matmuls of a second that a rank cannot run while it sends.
 
 With ``--largest`` each kind of collective is measured by size too, and estimates take what it took.
 
@@ -49,6 +49,8 @@ from dtensor_compile.topology.rates import Curve
 
 #: Sizes of the matmul that is timed, and elements that are copied: those of a small model's layer.
 PRODUCT, COPIED = (512, 256, 1024), 1 << 18
+#: Part of a second of compute that is lost at most, where turns of a busy core hide the rest.
+MOST_LOST = 0.95
 #: Elements (float32) of the local input of a small and of a large all-to-all, and how many large ones are in flight.
 SMALL, LARGE, STREAM = 1 << 10, 1 << 19, 8
 
@@ -176,7 +178,38 @@ def measure_device(repeats: int = 9) -> Device:
     source = torch.ones(COPIED)
     target, small = torch.empty_like(source), torch.ones(1)
     memory = 2 * source.nbytes / slowest(lambda: target.copy_(source))
-    return Device(tuple(peak), memory, slowest(lambda: torch.neg(small, out=small)))
+    launch = slowest(lambda: torch.neg(small, out=small))
+    contention = measure_contention() if dist.is_initialized() else 0.0
+    return Device(tuple(peak), memory, launch, contention=contention)
+
+
+def measure_contention(streams: int = 3) -> float:
+    """Seconds of compute that a rank loses for each second that it sends, all ranks at once; the same on every rank.
+    Called on all ranks.
+
+    Args:
+        streams: that are sent one after the other while matmuls run; then as many run alone.
+    """
+    a, b = torch.ones(PRODUCT[:2]), torch.ones(PRODUCT[1:])
+    source = torch.ones(LARGE // dist.get_world_size() * dist.get_world_size())
+    targets = [torch.empty_like(source) for _ in range(STREAM)]
+    ran, beside = 0, 0.0
+    for _ in range(streams):
+        dist.barrier()
+        began = time.perf_counter()
+        works = [dist.all_to_all_single(target, source, async_op=True) for target in targets]
+        while not all(work.is_completed() for work in works):
+            torch.mm(a, b)
+            ran += 1
+        beside += time.perf_counter() - began
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(ran):
+        torch.mm(a, b)
+    alone = time.perf_counter() - began
+    lost = torch.tensor(max(0.0, 1.0 - alone / beside), dtype=torch.float64)
+    dist.all_reduce(lost, dist.ReduceOp.MAX)
+    return min(MOST_LOST, lost.item())
 
 
 def sent_bytes() -> int | None:
@@ -218,7 +251,8 @@ def main() -> None:
         factor = "-" if sent is None else f"{sent / formula:.2f}"
         table.add_row(kind, f"{formula:,}", "-" if sent is None else f"{sent:,.0f}", factor, f"{milliseconds:.1f}")
     if rank == 0:
-        table.caption = f"a rank: {device.peak[0][1] / 1e9:.1f} Gflop/s in float32, {device.memory / 1e9:.1f} GB/s"
+        table.caption = f"a rank: {device.peak[0][1] / 1e9:.1f} Gflop/s in float32, {device.memory / 1e9:.1f} GB/s, "
+        table.caption += f"{device.contention:.2f} s of compute lost for each second of communication beside it"
         Console().print(table)
         if args.save:
             hosts = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

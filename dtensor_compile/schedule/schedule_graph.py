@@ -79,9 +79,12 @@ def schedule_graph(
 
 
 def graph_seconds(graph: torch.fx.Graph, cluster: Cluster) -> float:
-    """Estimated seconds of a lowered graph in its order, with what is exposed of its collectives."""
+    """Estimated seconds of a lowered graph in its order: of compute, with what it loses to collectives beside it, and
+    of what is exposed of these."""
     tasks = graph_tasks(graph, cluster)
-    return simulate(tasks, range(len(tasks))).seconds
+    found = simulate(tasks, range(len(tasks)))
+    hidden = sum(task.seconds for task in tasks if task.link is not None) - sum(found.exposed.values())
+    return found.seconds + cluster.device.contention * max(0.0, hidden)
 
 
 def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:
