@@ -154,8 +154,12 @@ def measure_collectives(largest: int, repeats: int = 5) -> tuple[tuple[str, int,
     return tuple(found)
 
 
-def measure_device(repeats: int = 9) -> Device:
-    """What each rank computes on while all compute; the same on every rank. Called on all ranks."""
+def measure_device(repeats: int = 9, sends: bool = True) -> Device:
+    """What each rank computes on while all compute; the same on every rank. Called on all ranks.
+
+    Args:
+        sends: whether there is a network beside which compute is slower (in a simulated job there is none).
+    """
 
     def slowest(call: Callable[[], object]) -> float:
         call()
@@ -179,7 +183,7 @@ def measure_device(repeats: int = 9) -> Device:
     target, small = torch.empty_like(source), torch.ones(1)
     memory = 2 * source.nbytes / slowest(lambda: target.copy_(source))
     launch = slowest(lambda: torch.neg(small, out=small))
-    contention = measure_contention() if dist.is_initialized() else 0.0
+    contention = measure_contention() if sends and dist.is_initialized() else 0.0
     return Device(tuple(peak), memory, launch, contention=contention)
 
 

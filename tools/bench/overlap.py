@@ -11,6 +11,8 @@ forward and backward:
     wire        bytes that one rank sends, divided by the rate
     both        compute while a thread sends as many bytes that it does not depend on: what this machine can do at best
     least       what no order of the same kernels and collectives undercuts, by the estimates of seconds
+    forecast    of the kernels that run, by the rates that this machine achieves while all ranks compute and by what a
+                collective beside it costs (`tools/measure_device.py`, `tools/measure_links.py`), and its error
     eager, stock, knobs, ours     knobs: stock with its reordering of collectives switched on
     parts       ours with matmuls in parts (``decompose_matmuls``)
     rows        ours with rows sent in place of the embedding (``exchange_rows``)
@@ -46,10 +48,14 @@ from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
 from dtensor_compile.recording.recorder import record
+from dtensor_compile.report.schedule import schedule
+from dtensor_compile.topology.files import from_values, to_values
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
+from dtensor_compile.topology.rates import curve
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-import measure_links  # noqa: E402 - tools beside this one
+import measure_device  # noqa: E402 - tools beside this one
+import measure_links  # noqa: E402
 import netlab  # noqa: E402
 
 #: Variants of this backend: their exposure is predicted, and measured in their waits.
@@ -73,8 +79,23 @@ def cluster(mbit: float, compute: bool = False) -> Cluster:
         mbit: rate of the network, which is taken where nothing is sent (`compute`).
     """
     link = Link(1e-4, mbit * 1e6 / 8) if compute else measure_links.measure_link()
-    device = measure_links.measure_device()
+    device = measure_links.measure_device(sends=not compute)
     return dataclasses.replace(CLUSTERS["cpu-1gbit"], name=f"{mbit:g} Mbit/s", between=link, device=device)
+
+
+def with_achieved_rates(this: Cluster) -> Cluster:
+    """The cluster with what its device achieves by kind and size of the work, as the first rank measures it while all
+    do. Called on all ranks."""
+    clock = measure_device.Clock("cpu", 3)
+    products = [point for _, point in measure_device.matmuls(clock, torch.float32, 1 << 30)]
+    rates = curve(measure_device.copies(clock, 1 << 25)), curve(products)
+    copied, multiplied = ([list(point) for point in rate.points] for rate in rates)
+    achieved = {"basis": "rates measured on this machine", "memory": copied, "matmul": {"float32": multiplied}}
+    values = to_values(this)
+    values["device"]["achieved"] = achieved
+    shared = [values]
+    dist.broadcast_object_list(shared)
+    return from_values(shared[0])
 
 
 def variants(topology: Cluster) -> dict[str, Callable[[Any], Any]]:
@@ -184,7 +205,9 @@ def measure(layout_name: str, layers: int, topology: Cluster, repeats: int, name
     """
     layout, config = LAYOUTS[layout_name], LlamaConfig(layers=layers)
     mesh = init_device_mesh("cpu", layout.mesh_shape(dist.get_world_size()), mesh_dim_names=layout.dims)
-    result: dict[str, Any] = {"seconds": {}, "peak": {}, "failed": {}, "predicted": {}, "least": {}, "waited": {}}
+    kinds = ("seconds", "peak", "failed", "predicted", "least", "waited", "forecast")
+    result: dict[str, Any] = {kind: {} for kind in kinds}
+    achieved = with_achieved_rates(topology) if repeats else topology
     trainers, wraps = result.setdefault("trainers", {}), variants(topology)
     for name in names:
         try:
@@ -201,6 +224,8 @@ def measure(layout_name: str, layers: int, topology: Cluster, repeats: int, name
             least = [re.search(r"less than ([\d.]+) ms", d.reason)[1] for d in found]  # type: ignore[index]
             result["predicted"][name] = sum(float(d.after.split()[0]) for d in found) / 1e3
             result["least"][name] = sum(map(float, least)) / 1e3
+            graphs = [schedule(graph.operations, graph.collectives, achieved) for graph in recording.graphs]
+            result["forecast"][name] = sum(graph.seconds for graph in graphs)
     for _ in range(repeats):
         for name, trainer in trainers.items():
             trainer.optimizer.zero_grad()
@@ -264,6 +289,7 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
         "wire": wire,
         "both": alone["both"],
         "least": max(rank["least"]["ours"] for rank in ranks),
+        "forecast": max(rank["forecast"]["ours"] for rank in ranks),
         **seconds,
         "failed": ranks[0]["failed"],
         "link": ranks[0]["link"],
@@ -278,8 +304,8 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     result = Table(title=title)
-    times = ["compute", "wire", "both", "least", "eager", "stock", "knobs", "ours", "parts", "rows"]
-    for column in ("layout", "ranks", "Mbit/s", *times, "ratio", "memory", "exposed"):
+    times = ["compute", "wire", "both", "least", "eager", "stock", "knobs", "ours", "parts", "rows", "forecast"]
+    for column in ("layout", "ranks", "Mbit/s", *times, "error", "ratio", "memory", "exposed"):
         result.add_column(column, justify="right")
     for this in rows:
         cells = [
@@ -296,6 +322,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
             str(this["ranks"]),
             f"{this['mbit']:g}",
             *cells,
+            f"{this['forecast'] / this['ours'] - 1.0:+.0%}",
             f"{this['ratio']:.2f}",
             memory,
             exposed,
