@@ -28,6 +28,8 @@ from dtensor_compile.forecast.plan_command import add_step_arguments, argument_o
 from dtensor_compile.forecast.training import StepSettings, Training
 from dtensor_compile.global_plan.alternatives import alternatives, refusals
 from dtensor_compile.global_plan.choose_placements import Choice
+from dtensor_compile.global_plan.known_plans import known_names
+from dtensor_compile.global_plan.parallel_styles import check_dims
 from dtensor_compile.global_plan.place import PlacementPlan, place
 from dtensor_compile.global_plan.placement_code import FORMS, placement_code
 from dtensor_compile.global_plan.plan_rows import PlanRow, differences, plan_rows, row_of_values, row_values
@@ -96,6 +98,10 @@ def _run(args: argparse.Namespace) -> int:
         raise TargetError("--mesh is missing: the sizes of the mesh to place over, such as --mesh dp=8,tp=8")
     memory = parse_limit(args.memory, BYTES).of(None) if args.memory else None
     job = Job(parse_mesh_argument(args.mesh))
+    if args.code and args.form == "styles":
+        check_dims(len(job.mesh))
+    if args.compare:
+        _check_compared(args.compare, [name for name, _ in job.mesh])
     placed = _placed_target(args, job) if args.forecast or args.own else None
     with running(job):
         plan = _plan(args.target, job, args, memory)
@@ -134,16 +140,27 @@ def _placed_target(args: argparse.Namespace, job: Job) -> PlacedTarget:
 def _rows_of(plan: PlacementPlan, other: str) -> list[PlanRow]:
     """The rows of a known plan, or of one that was saved."""
     known = {this.name: this.choice for this in plan.known}
-    if other in known:
-        choice = known[other]
-        if choice is None:
-            raise TargetError(f"{other} is not possible for this model and mesh")
-        return plan_rows(plan.variables, choice)
+    if other not in known:
+        return _saved_rows(other, list(known))
+    choice = known[other]
+    if choice is None:
+        raise TargetError(f"{other} is not possible for this model and mesh")
+    return plan_rows(plan.variables, choice)
+
+
+def _check_compared(other: str, mesh_dims: Sequence[str]) -> None:
+    """Checks before anything is placed that there is such a plan."""
+    known = known_names(mesh_dims)
+    if other not in known:
+        _saved_rows(other, known)
+
+
+def _saved_rows(file: str, known: Sequence[str]) -> list[PlanRow]:
     try:
-        return list(map(row_of_values, json.loads(pathlib.Path(other).read_text())["rows"]))
+        return list(map(row_of_values, json.loads(pathlib.Path(file).read_text())["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TargetError(
-            f"--compare {other}: neither a known plan ({', '.join(known)}) nor a file with a plan as JSON ({error})"
+            f"--compare {file}: neither a known plan ({', '.join(known)}) nor a file with a plan as JSON ({error})"
         ) from error
 
 

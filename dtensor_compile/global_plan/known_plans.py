@@ -55,6 +55,11 @@ def _kinds(names: Sequence[str]) -> list[_Kind]:
     ]
 
 
+def known_names(names: Sequence[str]) -> list[str]:
+    """Names of the kinds of plans for a mesh with dims of these names."""
+    return [kind.name for kind in _kinds(names)]
+
+
 def known_plans(variables: StepVariables, names: Sequence[str], budget: float | None) -> list[Alternative]:
     """The best plans of the kinds that people write.
 

@@ -83,6 +83,16 @@ class _Module:
     tensors: dict[str, Placement]
 
 
+def check_dims(mesh_dims: int) -> None:
+    """Checks that styles can be written for a mesh of so many dims.
+
+    Raises:
+        PlacementError: they cannot.
+    """
+    if mesh_dims > 2:
+        raise PlacementError(f"styles are for meshes of one or two dims, not {mesh_dims}: write tensors or marks")
+
+
 def styles_code(plan: PlacementPlan) -> str:
     """Python code that makes a plan with `parallelize_module` and `fully_shard`.
 
@@ -94,8 +104,7 @@ def styles_code(plan: PlacementPlan) -> str:
         PlacementError: the mesh has more than two dims.
     """
     names = plan.mesh.mesh_dim_names or ()
-    if len(names) > 2:
-        raise PlacementError(f"styles are for meshes of one or two dims, not {len(names)}: write tensors or marks")
+    check_dims(len(names))
     styles = by_pattern({module.path: _style(plan, module) for module in _modules(plan)})
     rows = "\n".join(f'    "{path}": {style},' for path, style in styles.items())
     inputs = "".join(f"{placement_word(placements[-1])}, " for placements in plan.inputs).rstrip(" ")
