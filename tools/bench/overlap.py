@@ -85,7 +85,7 @@ def cluster(mbit: float, compute: bool = False) -> Cluster:
 
 def with_achieved_rates(this: Cluster) -> Cluster:
     """The cluster with what its device achieves by kind and size of the work, as the first rank measures it while all
-    do. Called on all ranks."""
+    do, and with what its network achieves by kind and size of collectives beside compute. Called on all ranks."""
     clock = measure_device.Clock("cpu", 3)
     products = [point for _, point in measure_device.matmuls(clock, torch.float32, 1 << 30)]
     rates = curve(measure_device.copies(clock, 1 << 25)), curve(products)
@@ -95,7 +95,10 @@ def with_achieved_rates(this: Cluster) -> Cluster:
     values["device"]["achieved"] = achieved
     shared = [values]
     dist.broadcast_object_list(shared)
-    return from_values(shared[0])
+    with measure_links.computing():
+        by_size = measure_links.measure_collectives(1 << 19, 3)
+    found = from_values(shared[0])
+    return dataclasses.replace(found, between=dataclasses.replace(found.between, collectives=by_size))
 
 
 def variants(topology: Cluster) -> dict[str, Callable[[Any], Any]]:
