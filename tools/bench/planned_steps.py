@@ -8,8 +8,8 @@ trained over dp x tp = 2 x (ranks / 2), with these programs:
     weights      Megatron's columns and rows over tp and the batch over dp as DTensors, nothing said of activations
     fully_shard  the same weights over tp inside of ``fully_shard`` over dp, nothing said of activations
     person       ``fully_shard`` over dp, tensor and sequence parallel over tp by ``parallelize_module``
-    placed       what ``dtensor_compile.place`` chooses, given the model, the mesh, the inputs, and three quarters of the
-                 memory that its choice without a limit holds (on a slow network that may be to send nothing)
+    placed       what ``dtensor_compile.place`` chooses, given the model, the mesh, the inputs, and three quarters of
+                 the memory that its choice without a limit holds (on a slow network that may be to send nothing)
 
 Columns, medians over repeats in which the variants take turns, of forward, backward, and what reduces gradients to the
 placements of their parameters: eager; ours with DTensor's own choice of placements (``greedy``); ours with
