@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import re
 import unittest.mock
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dtensor_compile
 from dtensor_compile.compat.dtensor import planned_calls
@@ -58,6 +60,16 @@ def compiled(model, *args, **options):
         for _ in range(2):
             out, grads = gradients(run, model, *args)
     return out, grads, recording
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = RedistributesASum(), RedistributesASum()
+
+    def forward(self, x):
+        y = checkpoint(self.one, x, use_reentrant=False).tanh()
+        return checkpoint(self.two, y, use_reentrant=False)
 
 
 def greedy_results(model, *args, **options):
@@ -124,6 +136,10 @@ def sums_rows(name):
     return [{"down.weight": Shard(1), "up.weight": Shard(0)}.get(name, Replicate())]
 
 
+def sums_rows_of_both(name):
+    return sums_rows(name.partition(".")[2])
+
+
 PROGRAMS = {
     "replicated": (lambda: nn.Sequential(Net(), Net()), replicated, (64, 16), Replicate()),
     "rows": (lambda: nn.Sequential(Net(), Net()), replicated, (64, 16), Shard(0)),
@@ -146,6 +162,7 @@ PROGRAMS = {
     "uneven columns and rows": (lambda: nn.Sequential(Net(15, 7), Net(15, 7)), columns_and_rows, (7, 15), Replicate()),
     "uneven table": (lambda: LooksInUnevenRows(17), lambda name: [Shard(0)], (4, 8), Replicate()),
     "redistributes a sum": (lambda: RedistributesASum(), sums_rows, (8, 16), Replicate()),
+    "redistributes in checkpointed regions": (lambda: Checkpointed(), sums_rows_of_both, (8, 16), Replicate()),
 }
 
 
@@ -591,6 +608,21 @@ def test_each_mesh_of_a_program_is_placed():
             assert reasons[1] == "placements over dim_0=2, dim_1=2 are DTensor's own: the mesh dims have no names"
         else:
             assert "over dp=2 together" in reasons[0]
+
+
+def test_a_region_that_is_checkpointed_by_a_policy_and_redistributes_is_left_alone():
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    class ByPolicy(RedistributesASum):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False, context_fn=policy)
+
+    with job(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.randn(8, 16), mesh, [Replicate()])
+        _, _, recording = compiled(distributed(ByPolicy(), mesh, sums_rows), x, plan="global")
+    (reason,) = {d.reason for d in recording.decisions if d.kind == KIND and d.left_alone}
+    assert reason == "placements are DTensor's own: a region that is checkpointed by a policy redistributes"
 
 
 @on_ranks(2)

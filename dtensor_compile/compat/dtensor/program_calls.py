@@ -25,7 +25,7 @@ from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.operator_strategies import ask
-from dtensor_compile.compat.dtensor.record import fake_like, graphs_in
+from dtensor_compile.compat.dtensor.record import checkpointed, fake_like, graphs_in
 from dtensor_compile.compat.dtensor.specs import Spec, meta_of, with_local
 from dtensor_compile.compat.dtensor.step_record import (
     BACKWARD,
@@ -201,6 +201,10 @@ class _Interpreter(torch.fx.Interpreter):
         self.recorders, self.module_of = recorders, module_of
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        region = checkpointed(n)
+        if region is not None and not _has_policy(region):  # traced operator by operator, as the rest of the program
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return _Interpreter(region, self.recorders, self.module_of).run(*args[1:])
         for recorder in self.recorders:
             recorder.module = self.module_of(n)
         if n.op not in ("call_function", "call_method") or not _reads_placements(n):
@@ -216,6 +220,11 @@ class _Interpreter(torch.fx.Interpreter):
         """Pins the DTensors in a value, over whatever mesh."""
         for recorder in self.recorders:
             recorder.pin(value)
+
+
+def _has_policy(region: torch.fx.GraphModule) -> bool:
+    """Whether a policy decides which operators of a checkpointed region are recomputed: it runs again in backward."""
+    return "_checkpoint_context_fn" in region.meta
 
 
 #: Methods of DTensors that are no operators.
@@ -250,8 +259,8 @@ def record_program(
     """
     for graph in graphs_in(program):
         calls = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
-        if graph is not program and any(map(_reads_placements, calls)):
-            raise ProgramError("a checkpointed region redistributes")
+        if graph is not program and _has_policy(graph) and any(map(_reads_placements, calls)):
+            raise ProgramError("a region that is checkpointed by a policy redistributes")
     mode = detect_fake_mode(inputs)
     if not isinstance(mode, FakeTensorMode):
         raise ProgramError("its inputs are not fake")
