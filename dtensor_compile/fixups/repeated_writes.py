@@ -10,7 +10,7 @@ happens with an optimizer two of whose parameters count their steps in one tenso
 Upstream: not reported: takes two parameters whose step is one tensor; nearest:
     https://github.com/pytorch/pytorch/issues/198033 ([inductor] torch._foreach_add_([x], [x.flip(0)]) reads x while
     writing it: silent wrong results (CUDA and CPU); an operand that is computed from the written tensor, in Inductor).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: functionalization of in-place _foreach_ operators gives eager's result for lists with a repeated tensor.
 """
 

@@ -12,7 +12,7 @@ A collective that the program itself calls stays, since another rank may count o
 Upstream: https://github.com/pytorch/pytorch/issues/130918 ([torch.compile][distributed] Collective ops in FX graph
     should not be erased by DCE pass even its result is not used in current rank; closed, torch keeps them on purpose);
     https://github.com/pytorch/pytorch/issues/126773 (Give`wait_tensor()` a schema that reflects its side effect).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: a collective can be marked as free of side effects, and DTensor marks those that it issues for itself.
 """
 
