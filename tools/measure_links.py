@@ -95,21 +95,35 @@ def fit(stream: tuple[float, float], small: tuple[float, float], messages: int) 
 
 
 @contextlib.contextmanager
-def computing() -> Iterator[None]:
-    """While active, another thread of this process computes matmuls."""
+def computing() -> Iterator[list[float]]:
+    """While active, another thread of this process computes matmuls; yields when each of them ended."""
     a, b, over = torch.ones(PRODUCT[:2]), torch.ones(PRODUCT[1:]), threading.Event()
+    ended: list[float] = []
 
     def matmuls() -> None:
         while not over.is_set():
             torch.mm(a, b)
+            ended.append(time.perf_counter())
 
     thread = threading.Thread(target=matmuls, daemon=True)
     thread.start()
     try:
-        yield
+        yield ended
     finally:
         over.set()
         thread.join()
+
+
+def streaming(elements: int) -> Callable[[], None]:
+    """A call of `STREAM` all-to-alls in flight at once, whose local inputs have so many elements."""
+    source = torch.ones(elements)
+    targets = [torch.empty_like(source) for _ in range(STREAM)]
+
+    def stream() -> None:
+        for work in [dist.all_to_all_single(target, source, async_op=True) for target in targets]:
+            work.wait()
+
+    return stream
 
 
 def measure_link(repeats: int = 7, beside_compute: bool = True) -> Link:
@@ -119,15 +133,9 @@ def measure_link(repeats: int = 7, beside_compute: bool = True) -> Link:
         beside_compute: measured while every rank computes, as it is when a collective is hidden.
     """
     n = dist.get_world_size()
-    source = torch.ones(LARGE // n * n)
-    targets = [torch.empty_like(source) for _ in range(STREAM)]
-
-    def stream() -> None:
-        for work in [dist.all_to_all_single(target, source, async_op=True) for target in targets]:
-            work.wait()
-
+    large = LARGE // n * n
     with computing() if beside_compute else contextlib.nullcontext():
-        streamed = 4.0 * STREAM * elements_sent("all_to_all", n, source.numel()), seconds_of(stream, repeats)
+        streamed = 4.0 * STREAM * elements_sent("all_to_all", n, large), seconds_of(streaming(large), repeats)
         elements = SMALL // n * n
         small = (
             4.0 * elements_sent("all_to_all", n, elements),
@@ -154,12 +162,8 @@ def measure_collectives(largest: int, repeats: int = 5) -> tuple[tuple[str, int,
     return tuple(found)
 
 
-def measure_device(repeats: int = 9, sends: bool = True) -> Device:
-    """What each rank computes on while all compute; the same on every rank. Called on all ranks.
-
-    Args:
-        sends: whether there is a network beside which compute is slower (in a simulated job there is none).
-    """
+def measure_device(repeats: int = 9) -> Device:
+    """What each rank computes on while all compute; the same on every rank. Called on all ranks."""
 
     def slowest(call: Callable[[], object]) -> float:
         call()
@@ -183,37 +187,35 @@ def measure_device(repeats: int = 9, sends: bool = True) -> Device:
     target, small = torch.empty_like(source), torch.ones(1)
     memory = 2 * source.nbytes / slowest(lambda: target.copy_(source))
     launch = slowest(lambda: torch.neg(small, out=small))
-    contention = measure_contention() if sends and dist.is_initialized() else 0.0
+    contention = measure_contention(repeats) if dist.is_initialized() else 0.0
     return Device(tuple(peak), memory, launch, contention=contention)
 
 
-def measure_contention(streams: int = 3) -> float:
+def measure_contention(repeats: int = 9) -> float:
     """Seconds of compute that a rank loses for each second that it sends, all ranks at once; the same on every rank.
     Called on all ranks.
 
     Args:
-        streams: that are sent one after the other while matmuls run; then as many run alone.
+        repeats: of a stream that is sent while matmuls run, which then run as long alone; their median counts.
     """
-    a, b = torch.ones(PRODUCT[:2]), torch.ones(PRODUCT[1:])
-    source = torch.ones(LARGE // dist.get_world_size() * dist.get_world_size())
-    targets = [torch.empty_like(source) for _ in range(STREAM)]
-    ran, beside = 0, 0.0
-    for _ in range(streams):
-        dist.barrier()
-        began = time.perf_counter()
-        works = [dist.all_to_all_single(target, source, async_op=True) for target in targets]
-        while not all(work.is_completed() for work in works):
-            torch.mm(a, b)
-            ran += 1
-        beside += time.perf_counter() - began
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(ran):
-        torch.mm(a, b)
-    alone = time.perf_counter() - began
-    lost = torch.tensor(max(0.0, 1.0 - alone / beside), dtype=torch.float64)
+    n = dist.get_world_size()
+    stream = streaming(LARGE // n * n)
+    stream()
+    parts = []
+    with computing() as ended:
+        for _ in range(repeats):
+            dist.barrier()
+            began = time.perf_counter()
+            stream()
+            sent = time.perf_counter()
+            time.sleep(sent - began)
+            over = time.perf_counter()
+            beside = sum(began <= at < sent for at in ended) / (sent - began)
+            alone = sum(sent <= at < over for at in ended) / (over - sent)
+            parts.append(1.0 - beside / alone if alone else 0.0)
+    lost = torch.tensor(statistics.median(parts), dtype=torch.float64)
     dist.all_reduce(lost, dist.ReduceOp.MAX)
-    return min(MOST_LOST, lost.item())
+    return min(MOST_LOST, max(0.0, lost.item()))
 
 
 def sent_bytes() -> int | None:

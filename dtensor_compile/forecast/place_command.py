@@ -100,12 +100,11 @@ def _run(args: argparse.Namespace) -> int:
     job = Job(parse_mesh_argument(args.mesh))
     if args.code and args.form == "styles":
         check_dims(len(job.mesh))
-    if args.compare:
-        _check_compared(args.compare, [name for name, _ in job.mesh])
+    saved = _saved_rows(args.compare, [name for name, _ in job.mesh]) if args.compare else None
     placed = _placed_target(args, job) if args.forecast or args.own else None
     with running(job):
         plan = _plan(args.target, job, args, memory)
-        shown = _shown(plan, args)
+        shown = _shown(plan, args, saved)
     if placed is not None:
         shown = replace(shown, forecasts=forecasts_of(plan, placed, args.own))
     _write(args.code, placement_code(plan, args.form) if args.code else "")
@@ -123,11 +122,13 @@ def _write(file: str | None, text: str) -> None:
         pathlib.Path(file).write_text(text, encoding="utf-8")
 
 
-def _shown(plan: PlacementPlan, args: argparse.Namespace) -> Shown:
+def _shown(plan: PlacementPlan, args: argparse.Namespace, saved: list[PlanRow] | None) -> Shown:
     rows = plan_rows(plan.variables, plan.choice)
     value = ShownValue(args.value, alternatives(plan, args.value), refusals(plan, args.value)) if args.value else None
-    other = ShownDifferences(args.compare, differences(_rows_of(plan, args.compare), rows)) if args.compare else None
-    return Shown(rows, value, other)
+    if args.compare is None:
+        return Shown(rows, value)
+    other = differences(saved if saved is not None else _known_rows(plan, args.compare), rows)
+    return Shown(rows, value, ShownDifferences(args.compare, other))
 
 
 def _placed_target(args: argparse.Namespace, job: Job) -> PlacedTarget:
@@ -137,25 +138,19 @@ def _placed_target(args: argparse.Namespace, job: Job) -> PlacedTarget:
     return PlacedTarget(args.target, job, args.cluster, None, settings, dict(map(argument_of, args.set)))
 
 
-def _rows_of(plan: PlacementPlan, other: str) -> list[PlanRow]:
-    """The rows of a known plan, or of one that was saved."""
-    known = {this.name: this.choice for this in plan.known}
-    if other not in known:
-        return _saved_rows(other, list(known))
-    choice = known[other]
+def _known_rows(plan: PlacementPlan, name: str) -> list[PlanRow]:
+    """The rows of a known plan."""
+    choice = next(this.choice for this in plan.known if this.name == name)
     if choice is None:
-        raise TargetError(f"{other} is not possible for this model and mesh")
+        raise TargetError(f"{name} is not possible for this model and mesh")
     return plan_rows(plan.variables, choice)
 
 
-def _check_compared(other: str, mesh_dims: Sequence[str]) -> None:
-    """Checks before anything is placed that there is such a plan."""
+def _saved_rows(file: str, mesh_dims: Sequence[str]) -> list[PlanRow] | None:
+    """The rows of a plan that was saved; None for the name of a known plan."""
     known = known_names(mesh_dims)
-    if other not in known:
-        _saved_rows(other, known)
-
-
-def _saved_rows(file: str, known: Sequence[str]) -> list[PlanRow]:
+    if file in known:
+        return None
     try:
         return list(map(row_of_values, json.loads(pathlib.Path(file).read_text())["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:

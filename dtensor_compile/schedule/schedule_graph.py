@@ -87,6 +87,12 @@ def graph_seconds(graph: torch.fx.Graph, cluster: Cluster) -> float:
     return found.seconds + cluster.device.contention * max(0.0, hidden)
 
 
+def costs_alike(graph: torch.fx.Graph, cluster: Cluster) -> bool:
+    """Whether the collectives of a lowered graph cost the same on every rank, whose groups are other ones."""
+    sent = [collective_of(node) for node in graph.nodes if is_start(node)]
+    return all(this.mesh_dim in cluster.mesh_dims or cluster.is_alike(this.ranks) for this in sent)
+
+
 def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:
     """A decision about the excess of an order over its bound, if any.
 

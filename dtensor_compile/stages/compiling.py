@@ -27,11 +27,12 @@ from dtensor_compile.compat.aot.run_graph import compile_to_aten, lower_for_aten
 from dtensor_compile.compat.aot.shapes import size_hint, sizes_from_expressions
 from dtensor_compile.compat.aot.unwrap import native_calls
 from dtensor_compile.compat.dtensor.lookup_masks import masks_at_run_time
-from dtensor_compile.compat.dtensor.planned_calls import PlacementsLost, PlannedCalls
+from dtensor_compile.compat.dtensor.planned_calls import PlannedCalls
 from dtensor_compile.compat.dynamo.counters import cached_programs
 from dtensor_compile.compat.dynamo.data_dependent_scalars import backward_in_time
 from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
 from dtensor_compile.compat.inductor.compile import compile_with_inductor
+from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
 from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.graph.global_annotations import mark_local_tensors
@@ -44,7 +45,7 @@ from dtensor_compile.recording.graph_log import QuietLog
 from dtensor_compile.recording.recorder import cache_key, recording
 from dtensor_compile.runtime.artifacts import ArtifactsError, current_build, not_used
 from dtensor_compile.runtime.collective_agreement import Agreement
-from dtensor_compile.schedule.schedule_graph import graph_seconds
+from dtensor_compile.schedule.schedule_graph import costs_alike, graph_seconds
 from dtensor_compile.stages.blocks import share_blocks, until_gradients_fit
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
@@ -133,31 +134,32 @@ def compile_program(this: Compilation) -> Callable[..., Any]:
     return until_placed(lambda: until_gradients_fit(lambda: _compiled(this), this), forecast, this)
 
 
-def _forecast(this: Compilation, calls: Sequence[PlannedCalls]) -> float:
+def _forecast(this: Compilation, calls: Sequence[PlannedCalls]) -> float | None:
     """Seconds of a step whose calls have these placements, by estimate of the lowered graphs; nothing is compiled or
-    logged. Infinite if the program cannot be traced so."""
+    logged. Infinite if the program cannot be lowered so; None if other ranks would estimate something else."""
     options = dataclasses.replace(this.options, kernels="aten")
     agreement = Agreement(this.agreement.function)
     trial = dataclasses.replace(
         this, options=options, agreement=agreement, log=QuietLog(), calls=calls, digest="", order=[]
     )
     cluster = this.options.topology or default_cluster(calls[0].mesh.device_type)
-    seconds = 0.0
+    seconds, alike = 0.0, True
 
     def lower(graph: torch.fx.Graph) -> None:
-        nonlocal seconds
+        nonlocal seconds, alike
         lower_graph(graph, trial)
         if is_whole(graph):
             seconds += graph_seconds(graph, cluster)
+            alike = alike and costs_alike(graph, cluster)
 
     plan = functools.partial(plan_joint_graph, this=trial)
     try:
         with _scopes(trial):
             trace = functools.partial(lower_for_aten, this.program, this.inputs, joint_pass=plan, post_grad_pass=lower)
             plan_until_sizes_stay(trace)
-    except PlacementsLost:
+    except DTensorCompileError:  # the calls are other ones, or a redistribution holds more than is allowed
         return math.inf
-    return seconds
+    return seconds if alike and trial.even and not trial.between_meshes else None
 
 
 def _compiled(this: Compilation) -> Callable[..., Any]:

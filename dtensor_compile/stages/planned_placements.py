@@ -34,6 +34,8 @@ from dtensor_compile.topology.network import plans_for
 
 T = TypeVar("T")
 
+_Forecast = Callable[[Sequence[PlannedCalls]], "float | None"]
+
 #: Kind of the decisions.
 GLOBAL_PLAN = "global_plan"
 
@@ -82,41 +84,33 @@ class _Undecided(DTensorCompileError):
         self.program = program
 
 
-def until_placed(compile: Callable[[], T], forecast: Callable[[Sequence[PlannedCalls]], float], this: Compilation) -> T:
+def until_placed(compile: Callable[[], T], forecast: _Forecast, this: Compilation) -> T:
     """The result of `compile`, which is called again with what a forecast decides, and without planned placements if
     the calls are not those recorded.
 
     Args:
-        forecast: the seconds of a step with these calls.
+        forecast: the seconds of a step with these calls; None if ranks do not have the same.
     """
     before = this.log.mark()
-    try:
-        return compile()
-    except _Undecided as found:
-        this.log.forget_since(before)
-        decisions = _by_forecast(found.program, forecast, this)
+    while True:
         try:
-            compiled = compile()
+            return compile()
+        except _Undecided as found:
+            decisions = _by_forecast(found.program, forecast, this)
         except PlacementsLost as error:
-            lost = error
-        else:
-            this.log.decided(decisions)
-            return compiled
-    except PlacementsLost as error:
-        lost = error
-    this.log.forget_since(before)
-    this.placed = False
-    this.log.decided([_left_alone(one_line(lost))])
-    return compile()
+            this.placed = False
+            decisions = [_left_alone(one_line(error))]
+        this.log.forget_since(before)
+        this.log.decided(decisions)
 
 
-def _by_forecast(
-    program: _Program, forecast: Callable[[Sequence[PlannedCalls]], float], this: Compilation
-) -> list[Decision]:
-    """Decides for the faster calls by forecast; returns the decisions to report."""
+def _by_forecast(program: _Program, forecast: _Forecast, this: Compilation) -> list[Decision]:
+    """Decides for the faster calls by forecast, or for the planned ones if ranks might decide otherwise; returns the
+    decisions to report."""
     planned, own = [mesh.planned for mesh in program.placed], [mesh.own for mesh in program.placed]
-    seconds, own_seconds = forecast(planned), forecast(own)
-    if seconds <= own_seconds:
+    seconds = forecast(planned)
+    own_seconds = None if seconds is None else forecast(own)
+    if seconds is None or own_seconds is None or seconds <= own_seconds:
         this.calls = planned
         return program.decisions()
     this.calls = own
@@ -135,7 +129,7 @@ def planned_placements(this: Compilation) -> Iterator[None]:
             calls = this.calls
             if calls is None:
                 found = _placed(program, this)
-                if not all(mesh.clear for mesh in found.placed) and _is_alike(this):
+                if not all(mesh.clear for mesh in found.placed) and this.even:
                     raise _Undecided(found)
                 this.log.decided(found.decisions())
                 calls = [mesh.planned for mesh in found.placed]
@@ -144,11 +138,6 @@ def planned_placements(this: Compilation) -> Iterator[None]:
 
         with programs_changed(plan):
             yield
-
-
-def _is_alike(this: Compilation) -> bool:
-    """Whether all ranks lower the same graphs, so that their forecasts are equal."""
-    return this.even and not this.between_meshes
 
 
 def _placed(program: torch.fx.GraphModule, this: Compilation) -> _Program:

@@ -32,6 +32,7 @@ loses beside communication is part of the schedule (`report/schedule.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,16 @@ class Cluster:
         hosts = {rank // self.ranks_per_host for rank in ranks} if self.ranks_per_host else {0}
         link = self.inside if len(hosts) <= 1 else self.between
         return link.share(min(self.ranks_per_host or job or len(ranks), job or len(ranks)))
+
+    def is_alike(self, ranks: Sequence[int]) -> bool:
+        """Whether the other groups of the same shape use a link as this group of global ranks does, so that estimates
+        for it are those of every rank: it is wider than a host, or a whole number of such groups fills one. False for
+        groups without a constant stride inside of a host, whose shape does not say where the others lie."""
+        ordered = sorted(ranks)
+        strides = {after - before for before, after in itertools.pairwise(ordered)}
+        if self.ranks_per_host < 2 or not strides or ordered[-1] - ordered[0] >= self.ranks_per_host:
+            return True
+        return len(strides) == 1 and self.ranks_per_host % (strides.pop() * len(ordered)) == 0
 
     def dim_link(self, name: str | None, groups: Sequence[Sequence[int]]) -> Link:
         """The link along a mesh dim: the one for its name, else the slowest that any of its `groups` of global ranks

@@ -32,6 +32,7 @@ from dtensor_compile.offline import job
 from dtensor_compile.stages import planned_placements
 from dtensor_compile.testing import on_ranks, run_on_ranks
 from dtensor_compile.topology.devices import default_cluster
+from dtensor_compile.topology.links import CLUSTERS
 
 KIND = "global_plan"
 
@@ -545,6 +546,22 @@ def test_forecasts_decide_where_estimates_are_close():
     with close:
         (reason,), recording = same(plain, model, x)
     assert reason.startswith("placements for") and len(recording.graphs) == sent["own"][1], reason
+
+
+@on_ranks(4)
+def test_ranks_whose_forecasts_would_differ_go_by_the_estimate():
+    """With three ranks a host, one group of two is inside of a host, and the other one is not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    x = distribute_tensor(torch.randn(64, 16), mesh, [Shard(0)], src_data_rank=None)
+    bad = unittest.mock.patch.object(planned_placements, "choose_placements", any_choice(0, seconds=1e-12))
+    close = unittest.mock.patch.object(planned_placements, "_CLEARLY", math.inf)
+    for ranks_per_host, by_forecast in ((3, False), (2, True)):
+        cluster = dataclasses.replace(CLUSTERS["cpu-1gbit"], ranks_per_host=ranks_per_host)
+        model = distributed(nn.Sequential(Net(), Net()), mesh, replicated)
+        with bad, close:
+            _, _, recording = compiled(model, x, plan="global", topology=cluster)
+        (reason,) = {d.reason for d in recording.decisions if d.kind == KIND}
+        assert ("by forecast" in reason) is by_forecast, reason
 
 
 @on_ranks(4)

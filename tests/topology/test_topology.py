@@ -103,6 +103,23 @@ def test_link_of_a_mesh_dim_is_the_slowest_of_its_groups():
     assert current_topology() is None and network_of(layout) == Network() and Network().uniform
 
 
+@pytest.mark.parametrize(
+    "ranks, ranks_per_host, alike",
+    [
+        ((0, 1), 4, True),
+        ((0, 1), 3, False),  # 2 and 3 are on two hosts
+        ((0, 2), 4, True),
+        ((0, 2), 3, False),
+        ((0, 1, 4, 5), 8, False),  # may be
+        ((0, 9), 8, True),
+        ((0, 1), 0, True),
+        ((3,), 3, True),
+    ],
+)
+def test_groups_of_one_shape_that_use_links_alike(ranks, ranks_per_host, alike):
+    assert dataclasses.replace(CLUSTERS["h100"], ranks_per_host=ranks_per_host).is_alike(ranks) is alike
+
+
 def test_shared_link_is_shared_by_the_ranks_of_a_host():
     shared = Link(1.0, 80.0, shared=True)
     cluster = Cluster("c", 4, shared, shared, CLUSTERS["h100"].device, {"tp": shared})

@@ -49,9 +49,8 @@ from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
 from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.schedule import schedule
-from dtensor_compile.topology.files import from_values, to_values
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
-from dtensor_compile.topology.rates import curve
+from dtensor_compile.topology.rates import Achieved, curve
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import measure_device  # noqa: E402 - tools beside this one
@@ -79,7 +78,7 @@ def cluster(mbit: float, compute: bool = False) -> Cluster:
         mbit: rate of the network, which is taken where nothing is sent (`compute`).
     """
     link = Link(1e-4, mbit * 1e6 / 8) if compute else measure_links.measure_link()
-    device = measure_links.measure_device(sends=not compute)
+    device = measure_links.measure_device()
     return dataclasses.replace(CLUSTERS["cpu-1gbit"], name=f"{mbit:g} Mbit/s", between=link, device=device)
 
 
@@ -88,17 +87,12 @@ def with_achieved_rates(this: Cluster) -> Cluster:
     do, and with what its network achieves by kind and size of collectives beside compute. Called on all ranks."""
     clock = measure_device.Clock("cpu", 3)
     products = [point for _, point in measure_device.matmuls(clock, torch.float32, 1 << 30)]
-    rates = curve(measure_device.copies(clock, 1 << 25)), curve(products)
-    copied, multiplied = ([list(point) for point in rate.points] for rate in rates)
-    achieved = {"basis": "rates measured on this machine", "memory": copied, "matmul": {"float32": multiplied}}
-    values = to_values(this)
-    values["device"]["achieved"] = achieved
-    shared = [values]
+    shared = [Achieved({"float32": curve(products)}, curve(measure_device.copies(clock, 1 << 25)))]
     dist.broadcast_object_list(shared)
     with measure_links.computing():
         by_size = measure_links.measure_collectives(1 << 19, 3)
-    found = from_values(shared[0])
-    return dataclasses.replace(found, between=dataclasses.replace(found.between, collectives=by_size))
+    device = dataclasses.replace(this.device, achieved=shared[0])
+    return dataclasses.replace(this, device=device, between=dataclasses.replace(this.between, collectives=by_size))
 
 
 def variants(topology: Cluster) -> dict[str, Callable[[Any], Any]]:
