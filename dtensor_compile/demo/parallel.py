@@ -54,6 +54,20 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
     return model
 
 
+def columns_and_rows(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Weights sharded by heads and by hidden units over the last mesh dim, and nothing else: what operators read is
+    left to DTensor, or to ``"plan": "global"``. Norms, embedding and buffers are replicated."""
+    outer = [Replicate()] * (mesh.ndim - 1)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        owner, _, leaf = name.rpartition(".")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        whole = not is_parameter or "norm" in owner or "embedding" in owner
+        last = Replicate() if whole else Shard(1 if owner.endswith(("wo", "w2")) else 0)
+        placed = distribute_tensor(tensor.detach(), mesh, [*outer, last], src_data_rank=None)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(placed) if is_parameter else placed)
+    return model
+
+
 class Gathered(nn.Module):
     """A parameter that is stored in shards over `mesh` and gathered for use; its gradient is reduced to the shards.
 

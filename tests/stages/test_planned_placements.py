@@ -24,6 +24,7 @@ from dtensor_compile.compat.dtensor import planned_calls
 from dtensor_compile.compat.dtensor.program_calls import record_program
 from dtensor_compile.compat.dtensor.step_record import BACKWARD
 from dtensor_compile.demo.llama import Llama, LlamaConfig
+from dtensor_compile.demo.parallel import columns_and_rows as columns_and_rows_of
 from dtensor_compile.global_plan.choose_placements import Choice, choose_placements
 from dtensor_compile.global_plan.equal_calls import classes_of_calls
 from dtensor_compile.global_plan.message_passing import solve
@@ -346,25 +347,10 @@ def test_replicated_parameters_and_rows():
     assert len(reasons) == 1
 
 
-def megatron(plain, mesh):
-    """The model with weights of Megatron's columns and rows over the last mesh dim, and nothing said of activations."""
-    outer = [Replicate()] * (mesh.ndim - 1)
-
-    def placements(name):
-        if "norm" in name or "embedding" in name:
-            return [*outer, Replicate()]
-        return [*outer, Shard(1 if name.split(".")[-2] in ("wo", "w2") else 0)]
-
-    model = distributed(copy.deepcopy(plain), mesh, placements)
-    for name, buffer in list(model.named_buffers()):
-        setattr(model, name, distribute_tensor(buffer, mesh, [*outer, Replicate()]))
-    return model
-
-
 def sends_less(mesh, layers):
     torch.manual_seed(0)
     plain = Llama(LlamaConfig(layers=layers, dim=64, ffn_dim=128, heads=4, kv_heads=4, vocab=128, sequence=32))
-    model = megatron(plain, mesh)
+    model = columns_and_rows_of(copy.deepcopy(plain), mesh)
     batch = [Shard(0) if i < mesh.ndim - 1 else Replicate() for i in range(mesh.ndim)]
     tokens = distribute_tensor(torch.randint(0, 128, (4, 32)), mesh, batch)
     reasons, recording = same(plain, model, tokens, topology="h100")

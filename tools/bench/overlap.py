@@ -31,16 +31,14 @@ import json
 import os
 import pathlib
 import re
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from lab import add_arguments, results_of_ranks, show_rows, slowest
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -263,18 +261,12 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
     """The figures of one row."""
 
     def run(*more: str) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory() as folder:
-            given = ["--child", "--layouts", layout, "--rates", str(mbit), "--layers", str(args.layers)]
-            given += ["--repeats", str(args.repeats), "--variants", *args.variants, "--json", f"{folder}/rank", *more]
-            network.run([sys.executable, __file__, *given], timeout=args.timeout)
-            return [json.loads(pathlib.Path(f"{folder}/rank.{rank}").read_text()) for rank in range(network.ranks)]
+        given = ["--layouts", layout, "--rates", str(mbit), "--layers", str(args.layers)]
+        given += ["--repeats", str(args.repeats), "--variants", *args.variants, *more]
+        return results_of_ranks(network, network.ranks, __file__, given, args.timeout)
 
     network.set_rate([f"{mbit:g}mbit"])
     computed, ranks = run("--compute"), run()
-
-    def slowest(found: list[dict[str, Any]], key: str) -> dict[str, float]:
-        """By variant the median over steps of the most over ranks."""
-        return {name: statistics.median(map(max, zip(*(rank[key][name] for rank in found)))) for name in found[0][key]}
 
     alone, seconds = slowest(computed, "seconds"), slowest(ranks, "seconds")
     wire = max(rank["bytes"] for rank in ranks) / (mbit * 1e6 / 8)
@@ -335,37 +327,23 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rates", nargs="+", type=float, default=[500, 1000, 4000], help="Mbit/s")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--variants", nargs="+", default=["eager", "stock", "knobs", "ours", "parts", "rows"])
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one row")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    add_arguments(parser, 7, 1800.0)
     parser.add_argument("--compute", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args)
         return 0
-    rows = []
-    try:
+
+    def rows() -> Iterator[dict[str, Any]]:
         for ranks in args.ranks:
             with netlab.Network(ranks) as network:
                 for layout in args.layouts:
-                    if len(LAYOUTS[layout].dims) == 2 and ranks < 4:
-                        continue
-                    for mbit in args.rates:
-                        rows.append(row(network, args, layout, mbit))
-                        print(
-                            json.dumps({key: value for key, value in rows[-1].items() if key != "all"}), file=sys.stderr
-                        )
-    except netlab.UnavailableError as error:
-        print(f"overlap: {error}", file=sys.stderr)
-        return 2
-    Console(width=180).print(
-        table(rows, f"Llama, {args.layers} layers, forward and backward, torch {torch.__version__}")
-    )
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"layers": args.layers, "rows": rows}, indent=1))
-    return 0
+                    if len(LAYOUTS[layout].dims) < 2 or ranks >= 4:
+                        yield from (row(network, args, layout, mbit) for mbit in args.rates)
+
+    title = f"Llama, {args.layers} layers, forward and backward, torch {torch.__version__}"
+    return show_rows(rows(), lambda found: table(found, title), 180, args.json, {"layers": args.layers})
 
 
 if __name__ == "__main__":

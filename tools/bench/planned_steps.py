@@ -23,18 +23,16 @@ import json
 import os
 import pathlib
 import re
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lab import add_arguments, results_of_ranks, show_rows, slowest
 from overlap import cluster
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,7 +42,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import dtensor_compile
 from dtensor_compile.demo.llama import Llama, LlamaConfig
-from dtensor_compile.demo.parallel import fully_sharded
+from dtensor_compile.demo.parallel import columns_and_rows, fully_sharded
 from dtensor_compile.topology.links import Cluster
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -66,28 +64,12 @@ class Step(nn.Module):
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def _columns_and_rows(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Weights of Megatron's columns and rows over the last mesh dim, replicated over the others."""
-    outer = [Replicate()] * (mesh.ndim - 1)
-    for name, parameter in list(model.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        dim = 1 if owner.endswith(("wo", "w2")) else 0
-        last = Replicate() if "norm" in name or "embedding" in name else Shard(dim)
-        placed = distribute_tensor(parameter.detach(), mesh, [*outer, last], src_data_rank=None)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(placed))
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        placed = distribute_tensor(buffer, mesh, [*outer, Replicate()], src_data_rank=None)
-        setattr(model.get_submodule(owner), leaf, placed)
-    return model
-
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def _weights(model: Llama, mesh: DeviceMesh, batch: Batch, topology: Cluster) -> tuple[nn.Module, Any]:
     given = [distribute_tensor(x, mesh, [Shard(0), Replicate()], src_data_rank=None) for x in batch]
-    return Step(_columns_and_rows(model, mesh)), given
+    return Step(columns_and_rows(model, mesh)), given
 
 
 def _local(mesh: DeviceMesh, batch: Batch) -> list[torch.Tensor]:
@@ -96,7 +78,7 @@ def _local(mesh: DeviceMesh, batch: Batch) -> list[torch.Tensor]:
 
 
 def _fully_shard(model: Llama, mesh: DeviceMesh, batch: Batch, topology: Cluster) -> tuple[nn.Module, Any]:
-    _columns_and_rows(model, mesh["tp"])
+    columns_and_rows(model, mesh["tp"])
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["dp"])
     given = [distribute_tensor(x, mesh["tp"], [Replicate()], src_data_rank=None) for x in _local(mesh, batch)]
@@ -195,15 +177,13 @@ def child(args: argparse.Namespace) -> None:
 
 def row(network: netlab.Network, args: argparse.Namespace, program: str) -> dict[str, Any]:
     """The figures of one program."""
-    with tempfile.TemporaryDirectory() as folder:
-        given = ["--child", "--programs", program, "--rate", str(args.rate), "--layers", str(args.layers)]
-        given += ["--repeats", str(args.repeats), "--json", f"{folder}/rank"]
-        network.run([sys.executable, __file__, *given], timeout=args.timeout)
-        ranks = [json.loads(pathlib.Path(f"{folder}/rank.{rank}").read_text()) for rank in range(network.ranks)]
+    given = ["--programs", program, "--rate", str(args.rate), "--layers", str(args.layers)]
+    given += ["--repeats", str(args.repeats)]
+    ranks = results_of_ranks(network, network.ranks, __file__, given, args.timeout)
     losses = ranks[0]["loss"]
     return {
         "program": program,
-        "seconds": {n: statistics.median(map(max, zip(*(rank["seconds"][n] for rank in ranks)))) for n in losses},
+        "seconds": slowest(ranks, "seconds"),
         "failed": ranks[0]["failed"],
         "bytes": {name: max(rank["bytes"][name] for rank in ranks) for name in ranks[0]["bytes"]},
         "loss": losses,
@@ -234,28 +214,18 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1000, help="Mbit/s")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one program")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    add_arguments(parser, 7, 1200.0)
     args = parser.parse_args()
     if args.child:
         child(args)
         return 0
-    rows = []
-    try:
+
+    def rows() -> Iterator[dict[str, Any]]:
         with netlab.Network(args.ranks, [f"{args.rate:g}mbit"]) as network:
-            for program in args.programs:
-                rows.append(row(network, args, program))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    except netlab.UnavailableError as error:
-        print(f"planned_steps: {error}", file=sys.stderr)
-        return 2
+            yield from (row(network, args, program) for program in args.programs)
+
     title = f"Llama, {args.layers} layers, {args.ranks} ranks, {args.rate:g} Mbit/s, torch {torch.__version__}"
-    Console(width=160).print(table(rows, title))
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"layers": args.layers, "rows": rows}, indent=1))
-    return 0
+    return show_rows(rows(), lambda found: table(found, title), 160, args.json, {"layers": args.layers})
 
 
 if __name__ == "__main__":

@@ -24,12 +24,9 @@ import contextlib
 import json
 import os
 import pathlib
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import third_party
@@ -38,7 +35,7 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 from compile_time import seconds_of_first_step
-from rich.console import Console
+from lab import add_arguments, results_of_ranks, show_rows, slowest
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -210,25 +207,11 @@ def child(args: argparse.Namespace) -> None:
 
 def row(args: argparse.Namespace, network: netlab.Network | None, name: str, mbit: float) -> dict[str, Any]:
     """The figures of one program."""
-    with tempfile.TemporaryDirectory() as folder:
-        given = [__file__, "--child", "--programs", name, "--repeats", str(args.repeats), "--json", f"{folder}/rank"]
-        if network is None:
-            launch = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(args.ranks),
-            ]
-            subprocess.run([*launch, *given], check=True, timeout=args.timeout)
-        else:
-            network.set_rate([f"{mbit:g}mbit"])
-            network.run([sys.executable, *given], timeout=args.timeout)
-        ranks = [json.loads(pathlib.Path(f"{folder}/rank.{rank}").read_text()) for rank in range(args.ranks)]
-    seconds = {
-        v: statistics.median(map(max, zip(*(rank["seconds"][v] for rank in ranks)))) for v in ranks[0]["seconds"]
-    }
+    if network is not None:
+        network.set_rate([f"{mbit:g}mbit"])
+    given = ["--programs", name, "--repeats", str(args.repeats)]
+    ranks = results_of_ranks(network, args.ranks, __file__, given, args.timeout)
+    seconds = slowest(ranks, "seconds")
     about = {"program": name, "ranks": args.ranks, "mbit": mbit, "failed": ranks[0]["failed"]}
     return {
         **about,
@@ -273,32 +256,19 @@ def main() -> int:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rates", nargs="+", type=float, default=[0, 1000], help="Mbit/s; 0 is loopback")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one program")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    add_arguments(parser, 15, 900.0)
     args = parser.parse_args()
     if args.child:
         child(args)
         return 0
-    rows = []
-    try:
+
+    def rows() -> Iterator[dict[str, Any]]:
         for mbit in args.rates:
             with netlab.Network(args.ranks) if mbit else contextlib.nullcontext() as network:
-                for name in args.programs or AT[not mbit]:
-                    rows.append(row(args, network, name, mbit))
-                    print(
-                        json.dumps({key: value for key, value in rows[-1].items() if key != "all"}),
-                        file=sys.stderr,
-                        flush=True,
-                    )
-    except netlab.UnavailableError as error:
-        print(f"wrappers: {error}", file=sys.stderr)
-        return 2
-    Console(width=200).print(table(rows, f"forward and backward on {args.ranks} gloo ranks, torch {torch.__version__}"))
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
-    return 0
+                yield from (row(args, network, name, mbit) for name in args.programs or AT[not mbit])
+
+    title = f"forward and backward on {args.ranks} gloo ranks, torch {torch.__version__}"
+    return show_rows(rows(), lambda found: table(found, title), 200, args.json)
 
 
 if __name__ == "__main__":
