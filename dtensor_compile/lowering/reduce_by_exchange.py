@@ -30,6 +30,7 @@ from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes
 from dtensor_compile.graph.inline_subgraph import inline
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import FUSED, is_wait, source_line
+from dtensor_compile.graph.operator_traits import VIEWS
 from dtensor_compile.ops.groups import REDISTRIBUTES
 
 _reduce_scatter = functional("reduce_scatter_tensor")
@@ -130,7 +131,10 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
 
     before   s = reduce_scatter_tensor_coalesced([x, y], "sum", 2, group); a = wait(s[0]); b = wait(s[1])
     after    p = cat([x.view(2, -1), y.view(2, -1)], 1); w = wait(all_to_all_single(p)).view(2, -1)
-             a = w[0, :k] + w[1, :k]; b = w[0, k:] + w[1, k:]
+             t = w[0] + w[1]; a = t[:k]; b = t[k:]
+
+    If all results are outputs, which live equally long, one kernel adds the parts of all, and results are views of its
+    result, as those of ``fully_shard`` are. Otherwise the kernels that read a result add its parts.
     """
     graph, inputs, (op, n, _) = start.graph, list_arg(start, 0), _about(start)
     sizes = [value_of(x).numel() // n for x in inputs]
@@ -143,11 +147,11 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
         exchange = _exchange(packed, [sum(sizes)] * n, start)
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
-        done, first = _waited(exchange, start), 0
+        total = _traced(start, lambda parts: _reduced(parts.view(n, sum(sizes)), op), (_waited(exchange, start),))
+        part, first = _kept_part if all(map(_is_output, waits)) else _part, 0
         for size, item in zip(sizes, sorted(start.users, key=lambda item: const_arg(item, 1, int))):
             (wait,) = item.users
-            part = _part((n, sum(sizes)), slice(first, first + size), value_of(wait).shape, op)
-            wait.replace_all_uses_with(_traced(wait, part, (done,)))
+            wait.replace_all_uses_with(_traced(wait, part(first, value_of(wait)), (total,)))
             first += size
     for item in list(start.users):
         for wait in list(item.users):
@@ -156,10 +160,19 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
     graph.erase_node(start)
 
 
-def _part(
-    packed: tuple[int, int], where: slice, shape: Sequence[int], op: str
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda parts: _reduced(parts.view(packed)[:, where], op).view(shape)
+def _part(first: int, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that takes the elements of `like` out of all, from number `first`."""
+    return lambda total: total[first : first + like.numel()].view(like.shape)
+
+
+def _kept_part(first: int, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same for a tensor that is written to memory: Inductor does so for what is viewed by strides."""
+    return lambda total: total.as_strided(like.shape, like.stride(), first)
+
+
+def _is_output(node: torch.fx.Node) -> bool:
+    """Whether only the output reads a node, or views of it."""
+    return all(user.op == "output" or user.target in VIEWS and _is_output(user) for user in node.users)
 
 
 def _about(start: torch.fx.Node) -> tuple[str, int, str]:

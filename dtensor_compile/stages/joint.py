@@ -23,6 +23,7 @@ from dtensor_compile.ir.rank_free import rank_free
 from dtensor_compile.lowering.call_blocks import call_blocks
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
+from dtensor_compile.lowering.drop_views import drop_views
 from dtensor_compile.lowering.lower_collectives import hold_collectives, hold_draws, is_repeatable, order_collectives
 from dtensor_compile.lowering.order_rows import order_rows, rows_left
 from dtensor_compile.lowering.regather import regather
@@ -95,6 +96,7 @@ PLAN = (
 SHAPE = (
     GraphStep(spread_marks_again, required=True, reads=True),
     GraphStep(drop_copies),
+    GraphStep(drop_views),
     GraphStep(order_rows, when=lambda this: not this.between_meshes),
     GraphStep(send_transposed, when=lambda this: not this.between_meshes),
     GraphStep(check_memory, required=True, reads=True),
