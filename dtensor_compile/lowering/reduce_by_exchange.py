@@ -16,7 +16,7 @@ reductions are replaced, of dtypes that gloo exchanges, and only rank-uniform on
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import FUSED, is_wait, source_line
 from dtensor_compile.graph.operator_traits import VIEWS
 from dtensor_compile.ops.groups import REDISTRIBUTES
+
+aten = torch.ops.aten
 
 _reduce_scatter = functional("reduce_scatter_tensor")
 _reduce_scatters = functional("reduce_scatter_tensor_coalesced")
@@ -55,7 +57,7 @@ def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
         inputs = list_arg(node, 0)
         if is_exchanged(node, inputs) and len(waits) == len(inputs) and all(map(is_wait, waits)):
             decisions.append(_decision(node, f"reduce_scatter of {len(waits)}"))
-            _replace_bucket(node, waits)
+            _replace_bucket(node, waits, traced)
     return decisions
 
 
@@ -98,35 +100,24 @@ def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
     """Replaces a collective and its wait by one exchange and a sum; `traced` caches traced sums by key."""
-    graph, x, (op, n, _) = start.graph, node_arg(start, 0), _about(start)
+    graph, x, (_, n, _) = start.graph, node_arg(start, 0), _about(start)
     size = value_of(x).shape[0]
     rows: Any = size // n
     meta = inherited(start)
     with graph.inserting_before(start):
         part = rows
         if isinstance(rows, torch.SymInt):
-            whole = add_call(graph, torch.ops.aten.sym_size.int, (x, 0), meta=meta, value=size)
+            whole = add_call(graph, aten.sym_size.int, (x, 0), meta=meta, value=size)
             part = add_call(graph, operator.floordiv, (whole, n), meta=meta, value=rows)
         exchange = _exchange(x, [part] * n, start)
     with graph.inserting_before(wait):
-        done = _waited(exchange, start)
-        value = done.meta["val"]
-        key = (
-            (op, n, rows, value.shape, value.dtype, value.device)
-            if all(isinstance(size, int) for size in (rows, *value.shape))
-            else start
-        )
-        again = key in traced
-        if not again:
-            sizes = (value, part if isinstance(part, int) else part.meta["val"])
-            traced[key] = trace_local(lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), sizes).graph
-        result = inline(graph, traced[key], (done, part), meta, again=again)
+        result = _added(start, _waited(exchange, start), part, traced)
     wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(start)
 
 
-def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> None:
+def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced: dict[Any, torch.fx.Graph]) -> None:
     """Replaces a bucket by one exchange: parts of all tensors for one rank are concatenated.
 
     before   s = reduce_scatter_tensor_coalesced([x, y], "sum", 2, group); a = wait(s[0]); b = wait(s[1])
@@ -136,22 +127,22 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
     If all results are outputs, which live equally long, one kernel adds the parts of all, and results are views of its
     result, as those of ``fully_shard`` are. Otherwise the kernels that read a result add its parts.
     """
-    graph, inputs, (op, n, _) = start.graph, list_arg(start, 0), _about(start)
+    graph, inputs, (_, n, _) = start.graph, list_arg(start, 0), _about(start)
     sizes = [value_of(x).numel() // n for x in inputs]
 
     def pack(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.cat([x.reshape(n, size) for x, size in zip(tensors, sizes)], 1).view(-1)
 
     with graph.inserting_before(start):
-        packed = _traced(start, pack, inputs)
+        packed = _traced(start, pack, inputs, ("pack", n), traced)
         exchange = _exchange(packed, [sum(sizes)] * n, start)
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
-        total = _traced(start, lambda parts: _reduced(parts.view(n, sum(sizes)), op), (_waited(exchange, start),))
+        total = _added(start, _waited(exchange, start), sum(sizes), traced)
         part, first = _kept_part if all(map(_is_output, waits)) else _part, 0
         for size, item in zip(sizes, sorted(start.users, key=lambda item: const_arg(item, 1, int))):
             (wait,) = item.users
-            wait.replace_all_uses_with(_traced(wait, part(first, value_of(wait)), (total,)))
+            wait.replace_all_uses_with(part(total, first, wait))
             first += size
     for item in list(start.users):
         for wait in list(item.users):
@@ -160,14 +151,26 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
     graph.erase_node(start)
 
 
-def _part(first: int, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that takes the elements of `like` out of all, from number `first`."""
-    return lambda total: total[first : first + like.numel()].view(like.shape)
+def _added(start: torch.fx.Node, parts: torch.fx.Node, rows: Any, traced: dict[Any, torch.fx.Graph]) -> torch.fx.Node:
+    """The reduction of `start` over the received `parts`, each of so many rows."""
+    op, n, _ = _about(start)
+    return _traced(
+        start, lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), (parts, rows), (op, n), traced
+    )
 
 
-def _kept_part(first: int, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The same for a tensor that is written to memory: Inductor does so for what is viewed by strides."""
-    return lambda total: total.as_strided(like.shape, like.stride(), first)
+def _part(total: torch.fx.Node, first: int, like: torch.fx.Node) -> torch.fx.Node:
+    """The elements of `total` from number `first` on, in the shape of `like`."""
+    value, meta = value_of(like), inherited(like)
+    row = add_call(total.graph, aten.slice.Tensor, (total, 0, first, first + value.numel()), meta=meta)
+    return add_call(total.graph, aten.view.default, (row, list(value.shape)), meta=meta)
+
+
+def _kept_part(total: torch.fx.Node, first: int, like: torch.fx.Node) -> torch.fx.Node:
+    """The same of a tensor that is written to memory: Inductor does so for what is viewed by strides."""
+    value = value_of(like)
+    args = (total, list(value.shape), list(value.stride()), first)
+    return add_call(total.graph, aten.as_strided.default, args, meta=inherited(like))
 
 
 def _is_output(node: torch.fx.Node) -> bool:
@@ -192,9 +195,32 @@ def _waited(exchange: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
     return add_call(exchange.graph, wait_tensor, (exchange,), meta=meta, value=value.new_empty(value.shape))
 
 
-def _traced(like: torch.fx.Node, function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.Node:
+def _traced(
+    like: torch.fx.Node,
+    function: Callable[..., torch.Tensor],
+    args: Sequence[Any],
+    name: Hashable,
+    traced: dict[Any, torch.fx.Graph],
+) -> torch.fx.Node:
     """Inlines the operators of `function` in place of `like`, at the insertion point of its graph; returns the node of
     the result.
+
+    Args:
+        name: of the function: equal ones do the same to equal arguments.
+        traced: graphs of functions by name and arguments.
     """
-    part = trace_local(function, sizes_of(args)).graph
-    return inline(like.graph, part, args, inherited(like), again=False)
+    values = sizes_of(args)
+    facts = [_facts(value) for value in values]
+    key = like if None in facts else (name, *facts)
+    again = key in traced
+    if not again:
+        traced[key] = trace_local(function, values).graph
+    return inline(like.graph, traced[key], args, inherited(like), again=again)
+
+
+def _facts(value: Any) -> Hashable | None:
+    """What the trace of a function depends on; None for sizes that are symbolic."""
+    numbers = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    if not all(type(number) is int for number in numbers):
+        return None
+    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value

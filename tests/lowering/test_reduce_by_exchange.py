@@ -143,9 +143,9 @@ view_3: [2, 10] = view(wait_tensor_default, [2, 10])
 select: [10] = select(view_3, 0, 0)
 select_1: [10] = select(view_3, 0, 1)
 add: [10] = add(select, select_1)
-as_strided: [2, 3] = as_strided(add, [2, 3], [3, 1], 0)
-as_strided_1: [4] = as_strided(add, [4], [1], 6)
-return [as_strided, as_strided_1]
+as_strided_default: [2, 3] = as_strided(add, [2, 3], [3, 1], 0)
+as_strided_default_1: [4] = as_strided(add, [4], [1], 6)
+return [as_strided_default, as_strided_default_1]
 """,
         )
 
