@@ -16,10 +16,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import dtensor_compile
 from dtensor_compile import backend
 from dtensor_compile.capture.sharding_rules import rules_anywhere
-from dtensor_compile.compat.aot.symbol_reads import quick_expressions
-from dtensor_compile.compat.aot.symbol_results import results_computed_once
+from dtensor_compile.compat.aot.symbolic.symbol_reads import quick_expressions
+from dtensor_compile.compat.aot.symbolic.symbol_results import results_computed_once
 from dtensor_compile.compat.distributed.fake_group import simulated_job
-from dtensor_compile.compat.dtensor import sharding_decisions
+from dtensor_compile.compat.dtensor.rules import sharding_decisions
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.lowering import lower
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks

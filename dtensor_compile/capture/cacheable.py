@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.aot.fx import rename
-from dtensor_compile.compat.dynamo.tracker_tools import kind_of_constant
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import kind_of_constant
 from dtensor_compile.compat.inductor.compile import cache_refusal
 from dtensor_compile.decisions import Decision
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dtensor_compile.capture.trace import emit_redistribution
-from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook
-from dtensor_compile.compat.dynamo.communication_counts import is_counting
+from dtensor_compile.compat.dynamo.trackers.communication_counts import is_counting
 from dtensor_compile.compat.pytree import tree_leaves
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 from dtensor_compile.graph.node_costs import GROUP_ARGUMENTS

@@ -112,7 +112,7 @@ class _Across(torch.autograd.Function):
         meshes = mesh_text(spec.mesh), mesh_text(mesh)
         if not known and not is_traced(
             local
-        ):  # while tracing, all ranks make the same decision (compat/dtensor/sharding.py)
+        ):  # while tracing, all ranks make the same decision (compat/dtensor/rules/sharding.py)
             source = source_of_all(source, *meshes, x.shape, local)
         ctx.here = mesh, placements
         ctx.back = spec.mesh, tuple(Replicate() if isinstance(p, Partial) else p for p in parse_spec(source))

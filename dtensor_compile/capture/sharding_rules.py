@@ -1,5 +1,5 @@
-"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.dtensor.sharding`, and
-decisions about them.
+"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.dtensor.rules.sharding`,
+and decisions about them.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from dtensor_compile.compat.dtensor.sharding import sharding_rules
-from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
+from dtensor_compile.compat.dtensor.rules.sharding import sharding_rules
+from dtensor_compile.compat.dtensor.rules.sharding_decisions import fallback_reports
 from dtensor_compile.compat.dynamo.tracing import options_on_stack
 from dtensor_compile.decisions import Decision
 

@@ -35,7 +35,7 @@ from dtensor_compile.compat.dtensor.specs import (
     redistribute_hook,
     stock_redistribute_local,
 )
-from dtensor_compile.compat.dynamo.observe import forcing_operator, newest_node, nodes_since
+from dtensor_compile.compat.dynamo.observers.observe import forcing_operator, newest_node, nodes_since
 from dtensor_compile.errors import PlanError, SpecTextError
 from dtensor_compile.graph.global_annotations import mark
 from dtensor_compile.graph.nodes import FORCED_BY, HANDED_BACK

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.compat.distributed.fsdp import gathered_parameters
-from dtensor_compile.compat.dynamo.observe import forget_fixed_address
+from dtensor_compile.compat.dynamo.observers.observe import forget_fixed_address
 from dtensor_compile.decisions import Decision
 
 

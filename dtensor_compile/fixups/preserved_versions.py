@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.version_counters import memory_named, preserved_by, set_versions
+from dtensor_compile.compat.dynamo.trackers.version_counters import memory_named, preserved_by, set_versions
 from dtensor_compile.fixups.aliased_inputs import writes_in_place
 
 

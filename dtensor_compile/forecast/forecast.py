@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtensor_compile.compat import pytree
-from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.compat.emulation.emulated_gpu import reads_values
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.forecast import step_plan as model

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.errors import DTensorCompileError, one_line
 from dtensor_compile.forecast.compare_plans import BYTES
 from dtensor_compile.forecast.place_page import placement_page

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.experimental import implicit_replication
 
-from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.forecast.forecast import make_plan
 from dtensor_compile.forecast.step_plan import StepPlan
 from dtensor_compile.forecast.training import StepSettings, Training

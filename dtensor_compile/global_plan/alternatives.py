@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from torch.distributed.tensor import Placement
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements
 from dtensor_compile.compat.dtensor.step_record import FORWARD
 from dtensor_compile.errors import PlacementError
 from dtensor_compile.global_plan.choose_placements import choose_restricted

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dtensor_compile.bounded_cache import BoundedCache
-from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.operator_strategies import (
+from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.rules.operator_strategies import (
     DimStrategies,
     Placements,
     Strategy,

@@ -11,7 +11,7 @@ import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, results_known
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements, results_known
 from dtensor_compile.compat.dtensor.step_record import BACKWARD, FORWARD, RecordedStep
 from dtensor_compile.global_plan.candidates import Candidates
 from dtensor_compile.global_plan.cost_model import Variable

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements, Strategy
 from dtensor_compile.global_plan.pairwise_problem import IMPOSSIBLE, PairwiseProblem
 from dtensor_compile.planner.shard_intervals import is_cut
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
-from dtensor_compile.compat.dtensor.factors import facts
+from dtensor_compile.compat.dtensor.rules.factors import facts
 from dtensor_compile.compat.dtensor.step_record import RecordedStep, StepCall
 
 T = TypeVar("T", bound=Hashable)

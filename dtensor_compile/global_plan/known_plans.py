@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from torch.distributed.tensor import Replicate, Shard
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements
 from dtensor_compile.global_plan.choose_placements import Choice, choose_restricted
 from dtensor_compile.global_plan.cost_model import Variable
 from dtensor_compile.global_plan.step_variables import StepVariables

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dtensor_compile.capture.sharding_rules import rules_anywhere
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dtensor.module_state import replace_tensors
-from dtensor_compile.compat.dtensor.operator_strategies import Placements
-from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements
+from dtensor_compile.compat.dtensor.rules.sharding_decisions import fallback_reports
 from dtensor_compile.compat.dtensor.specs import MaskPartial
 from dtensor_compile.compat.dtensor.step_record import FORWARD, RecordedStep, record_step
 from dtensor_compile.errors import MeshError, PlacementError

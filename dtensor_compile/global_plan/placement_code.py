@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements
 from dtensor_compile.global_plan.equal_calls import by_pattern, pattern
 from dtensor_compile.global_plan.parallel_styles import placement_word, styles_code
 from dtensor_compile.global_plan.place import PlacementPlan

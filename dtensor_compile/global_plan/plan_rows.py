@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast
 
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements, Strategy
 from dtensor_compile.global_plan.choose_placements import Choice
 from dtensor_compile.global_plan.connect_calls import taken_from
 from dtensor_compile.global_plan.cost_model import Variable

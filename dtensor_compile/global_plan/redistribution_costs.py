@@ -14,7 +14,7 @@ import numpy as np
 from torch.distributed.tensor import Partial, Replicate
 
 from dtensor_compile.bounded_cache import BoundedCache
-from dtensor_compile.compat.dtensor.operator_strategies import Placements
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements
 from dtensor_compile.compat.dtensor.specs import StridedShard
 from dtensor_compile.errors import PlanError
 from dtensor_compile.global_plan.candidates import sharded_dim

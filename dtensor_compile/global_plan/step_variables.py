@@ -11,8 +11,8 @@ from typing import Any, cast
 import numpy as np
 from torch.distributed.tensor import Replicate
 
-from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.operator_strategies import Placements, Strategy
+from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.rules.operator_strategies import Placements, Strategy
 from dtensor_compile.compat.dtensor.step_record import BACKWARD, FORWARD, RecordedStep, StepCall
 from dtensor_compile.global_plan.candidates import Candidates, is_view, sharded_dim
 from dtensor_compile.global_plan.cost_model import CostModel, Variable, local_bytes

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.nodes import communicates, is_redistribution, read
 from dtensor_compile.graph.operator_traits import LAYOUT_COPIES, LIBRARY_KERNELS, VIEWS

@@ -27,7 +27,7 @@ import torch
 from dtensor_compile.compat.aot.dtensor_observer import locals_hook
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import Spec, canonical_placements
-from dtensor_compile.compat.dynamo.observe import node_of
+from dtensor_compile.compat.dynamo.observers.observe import node_of
 from dtensor_compile.errors import PlanError, SpecTextError
 from dtensor_compile.ir.mesh import mesh_text, parse_mesh
 from dtensor_compile.ir.spec import spec_text

@@ -13,7 +13,7 @@ import torch
 from torch.fx.node import map_arg
 
 from dtensor_compile.compat.aot.fx import CALL, called_graph
-from dtensor_compile.compat.dynamo.module_names import module_name
+from dtensor_compile.compat.dynamo.observers.module_names import module_name
 from dtensor_compile.graph.arguments import const_arg, fake_result, node_arg
 from dtensor_compile.graph.node_builder import inherited
 

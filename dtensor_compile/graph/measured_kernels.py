@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.aot.fx import without_modes
 from dtensor_compile.compat.aot.random_state import draws, takes_random_state
-from dtensor_compile.compat.aot.shapes import size_hint, size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hint, size_hints
 from dtensor_compile.graph.arguments import fake_arguments, operator_of
 from dtensor_compile.graph.node_costs import flops_of
 

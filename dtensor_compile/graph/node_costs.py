@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
 from dtensor_compile.compat.aot.random_state import WITH_RANDOM_STATE, takes_random_state, without_state
-from dtensor_compile.compat.aot.shapes import size_hint, size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.dynamo.module_names import module_name
+from dtensor_compile.compat.dynamo.observers.module_names import module_name
 from dtensor_compile.graph.arguments import fake_arguments, function_of, list_arg, node_arg, operator_of, sizes_of
 from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective
 from dtensor_compile.graph.operator_traits import is_pointwise, is_view

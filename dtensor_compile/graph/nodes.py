@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dtensor_compile.compat.aot.fx import as_fake_as
-from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
-from dtensor_compile.compat.dynamo.observe import FRAME
+from dtensor_compile.compat.dynamo.observers.observe import FRAME
 from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, operator_of, sizes_of, value_of
 from dtensor_compile.graph.global_annotations import MARK, Mark

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.node_copies import PLACE
+from dtensor_compile.compat.dynamo.replay.node_copies import PLACE
 
 #: The nodes of one call, by their numbers.
 Call = Mapping[int, torch.fx.Node]

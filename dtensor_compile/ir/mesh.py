@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.dynamo.tracker_tools import fact_guard
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import fact_guard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
 from dtensor_compile.ir.rank_free import is_rank_free, name_on_all_ranks

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtensor_compile.bounded_cache import BoundedCache
-from dtensor_compile.compat.aot.shapes import expressions, has_hint
+from dtensor_compile.compat.aot.symbolic.shapes import expressions, has_hint
 from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.decisions import Decision

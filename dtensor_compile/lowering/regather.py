@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.distributed.functional_collectives import (
     keep_for_backward,
     run_again_in_backward,

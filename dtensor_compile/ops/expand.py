@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.aot.shapes import has_hint, is_multiple
+from dtensor_compile.compat.aot.symbolic.shapes import has_hint, is_multiple
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.ir.mesh import MeshLayout
 from dtensor_compile.ops.coordinates import mesh_coordinate, shard_of

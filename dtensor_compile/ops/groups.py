@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from dtensor_compile.compat.dynamo.observe import node_of
+from dtensor_compile.compat.dynamo.observers.observe import node_of
 
 #: Key of a node's ``meta``: it is part of a redistribution or of a wrapper, which all ranks of its group run in the
 #: same way (collectives of the program itself need not be: stages of a pipeline run different programs).

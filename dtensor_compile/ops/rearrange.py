@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtensor_compile.compat.aot.shapes import is_multiple
+from dtensor_compile.compat.aot.symbolic.shapes import is_multiple
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, StridedShard
 from dtensor_compile.planner.exchange import changed_dims, table

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.aot.shapes import divisors, size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import divisors, size_hints
 from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.ir.mesh import MeshLayout, merged_group_name, parse_mesh

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.distributed.functional_collectives import traced_in_backward
-from dtensor_compile.compat.dynamo.observe import FrameCompilation, current_compilation
+from dtensor_compile.compat.dynamo.observers.observe import FrameCompilation, current_compilation
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of, value_of

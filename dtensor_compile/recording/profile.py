@@ -1,7 +1,8 @@
 """Profile of compile time: by stage of the compilation, and by layer of the model.
 
 Every interval counts for the innermost phase that is under way, so that the times of all stages add up to that of the
-compilation. Phases of torch come from its events (`compat.dynamo.phases`), those of this package from its steps.
+compilation. Phases of torch come from its events (`compat.dynamo.observers.phases`), those of this package from its
+steps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dtensor_compile.compat.dynamo.observe import name_in_program
+from dtensor_compile.compat.dynamo.observers.observe import name_in_program
 from dtensor_compile.graph.node_costs import path_of
 
 #: Stages by the phases of torch that begin them; other phases belong to the stage that they are inside of.

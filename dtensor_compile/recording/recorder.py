@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.dynamo.observe import (
+from dtensor_compile.compat.dynamo.observers.observe import (
     Break,
     FrameCompilation,
     current_compilation,
     watch_dynamo,
     watch_graphs_of_others,
 )
-from dtensor_compile.compat.dynamo.phases import watch_phases
+from dtensor_compile.compat.dynamo.observers.phases import watch_phases
 from dtensor_compile.compat.inductor.compile import GraphPass
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.extra_copies import extra_copies

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from dtensor_compile.causes import Cause
-from dtensor_compile.compat.dynamo.observe import Break
+from dtensor_compile.compat.dynamo.observers.observe import Break
 from dtensor_compile.recording.recorder import GraphRecord, Recording
 from dtensor_compile.report.model import GraphBreak, Source
 from dtensor_compile.report.sources import users_line

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo.observe import FrameCompilation
+from dtensor_compile.compat.dynamo.observers.observe import FrameCompilation
 from dtensor_compile.decisions import Decision
 from dtensor_compile.recording.profile import STAGES, Profile
 from dtensor_compile.recording.recorder import CapturedRedistribution, GraphRecord, Recording

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.ir.rank_free import dims_of_name
 from dtensor_compile.report.recorded import run_backward
 from dtensor_compile.report.report_command import OK, status_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.report.build import report_of
 from dtensor_compile.report.model import Report
 from dtensor_compile.report.recorded import recorded_all, run_backward

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from dtensor_compile.compat import pytree
-from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.recording.recorder import record

@@ -20,8 +20,8 @@ from dtensor_compile.capture.checks import tensor_meshes
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
 from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.dynamo.compiled_parts import compiled_parts, parts_compiled
-from dtensor_compile.compat.dynamo.observe import current_compilation, name_modules
+from dtensor_compile.compat.dynamo.observers.compiled_parts import compiled_parts, parts_compiled
+from dtensor_compile.compat.dynamo.observers.observe import current_compilation, name_modules
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.errors import DTensorCompileError, one_line
 from dtensor_compile.recording.profile import Profile

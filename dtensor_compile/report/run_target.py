@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.offline.simulated_job import job as simulated_job
 from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.build import report_of

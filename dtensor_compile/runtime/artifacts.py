@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed.device_meshes import group_exists, group_ranks, real_mesh
-from dtensor_compile.compat.dynamo.tracker_tools import real_object
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import real_object
 from dtensor_compile.compat.inductor.cache_folder import cache_folder
 from dtensor_compile.compat.inductor.compile import package_digest
 from dtensor_compile.compat.inductor.start_costs import processor

@@ -28,7 +28,7 @@ from dtensor_compile.compat.dynamo.settings import (
     implicit_replication,
     implicit_replication_is_allowed,
 )
-from dtensor_compile.compat.dynamo.tracker_tools import fact_guard
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import fact_guard
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
 from dtensor_compile.spmd.logical_mesh import Mesh, get_global_mesh

@@ -10,8 +10,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.capture.sharding_rules import rules_anywhere
-from dtensor_compile.compat.dtensor.factors import Factor, facts, operator_factors
 from dtensor_compile.compat.dtensor.record import Operator
+from dtensor_compile.compat.dtensor.rules.factors import Factor, facts, operator_factors
 from dtensor_compile.spmd.constraint import agree
 from dtensor_compile.spmd.recurrent import batch_factor, recurrent_op
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtensor_compile.compat.dtensor.factors import Factor
+from dtensor_compile.compat.dtensor.rules.factors import Factor
 from dtensor_compile.compat.dynamo.recurrent_functions import FUNCTIONS, gradients
 from dtensor_compile.spmd.constraint import as_dtensor
 

@@ -10,10 +10,15 @@ import contextlib
 
 import torch
 
-from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.recurrent_functions import FUNCTIONS, taken_into_graphs
-from dtensor_compile.compat.dynamo.tracker_entries import Contexts, Objects, Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable, graph_break
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Contexts, Objects, Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
+    Translator,
+    VariableTracker,
+    function_variable,
+    graph_break,
+)
 from dtensor_compile.spmd.annotate import anything_is_marked, plain_tensors_are_replicated
 from dtensor_compile.spmd.barrier import border
 from dtensor_compile.spmd.constraint import (

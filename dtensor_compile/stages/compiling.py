@@ -20,11 +20,11 @@ from dtensor_compile.compat.aot.async_inputs import async_inputs, keep_gradients
 from dtensor_compile.compat.aot.backward_runs import backward_runs
 from dtensor_compile.compat.aot.block_graphs import programs_changed
 from dtensor_compile.compat.aot.effects import tokens_from_inputs
-from dtensor_compile.compat.aot.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
 from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_states, share_groups
 from dtensor_compile.compat.aot.run_graph import compile_to_aten, lower_for_aten
-from dtensor_compile.compat.aot.shapes import size_hint, sizes_from_expressions
+from dtensor_compile.compat.aot.symbolic.final_sizes import plan_until_sizes_stay
+from dtensor_compile.compat.aot.symbolic.shapes import size_hint, sizes_from_expressions
 from dtensor_compile.compat.aot.unwrap import native_calls
 from dtensor_compile.compat.dtensor.lookup_masks import masks_at_run_time
 from dtensor_compile.compat.dtensor.planned_calls import PlannedCalls

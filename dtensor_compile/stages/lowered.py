@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_compile.compat.aot.shapes import split_nary
+from dtensor_compile.compat.aot.symbolic.shapes import split_nary
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.send_contiguous import send_contiguous
 from dtensor_compile.fixups.view_again import view_again

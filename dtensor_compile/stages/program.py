@@ -12,9 +12,9 @@ from dtensor_compile.capture.checks import check_program, shards_are_even, tenso
 from dtensor_compile.capture.cross_mesh import join_groups, redistribute
 from dtensor_compile.capture.gradient_placements import unexpected_placements
 from dtensor_compile.compat.aot.tangents import remember_arguments
-from dtensor_compile.compat.dynamo.node_copies import PLACE
-from dtensor_compile.compat.dynamo.observe import name_in_program, name_modules
-from dtensor_compile.compat.dynamo.replayed_calls import traced_apart
+from dtensor_compile.compat.dynamo.observers.observe import name_in_program, name_modules
+from dtensor_compile.compat.dynamo.replay.node_copies import PLACE
+from dtensor_compile.compat.dynamo.replay.replayed_calls import traced_apart
 from dtensor_compile.compat.dynamo.settings import saves_compiled_graph
 from dtensor_compile.compat.inductor.compile import uses_cuda_graphs
 from dtensor_compile.decisions import Decision

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.testing.compare_values import Allowed
 from dtensor_compile.testing.parity import Case, Settings, compare_case, of_all_ranks, sum_of_squares

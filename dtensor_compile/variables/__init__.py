@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtensor_compile.capture.checks import check_redistributions
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
-from dtensor_compile.compat.aot.symbol_reads import quick_expressions
-from dtensor_compile.compat.aot.symbol_results import results_computed_once
+from dtensor_compile.compat.aot.symbolic.symbol_reads import quick_expressions
+from dtensor_compile.compat.aot.symbolic.symbol_results import results_computed_once
 from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import older_dynamo
-from dtensor_compile.compat.dynamo.constant_tensors import read_constant_tensors
 from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
-from dtensor_compile.compat.dynamo.replayed_calls import blocks_traced_once
+from dtensor_compile.compat.dynamo.replay.replayed_calls import blocks_traced_once
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing
-from dtensor_compile.compat.dynamo.tracker_entries import Backend, Contexts, Entries, Objects
+from dtensor_compile.compat.dynamo.trackers.constant_tensors import read_constant_tensors
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Backend, Contexts, Entries, Objects
 from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
 from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
 from dtensor_compile.variables import backward_hooks as hooks

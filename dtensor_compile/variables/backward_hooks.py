@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.dynamo.backward import TracedGrad, backward_in_the_region
-from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.module_hooks import TracedModuleHooks, hooks_in_the_graph
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.version_counters import versions_preserved_in_the_region
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.version_counters import versions_preserved_in_the_region
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (torch.autograd.grad, TracedGrad.retrack),

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from dtensor_compile.causes import cause
 from dtensor_compile.compat.distributed.functional_collectives import P2POpClassVariable, other_names, reduction_name
-from dtensor_compile.compat.dynamo.calls import RefusingVariable
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.calls import RefusingVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     UserFunctionVariable,
     VariableTracker,

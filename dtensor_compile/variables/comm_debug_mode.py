@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dtensor_compile.compat.dynamo.calls import handle_construction
-from dtensor_compile.compat.dynamo.communication_counts import CommModeVariable
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack, TrackGiven
+from dtensor_compile.compat.dynamo.trackers.calls import handle_construction
+from dtensor_compile.compat.dynamo.trackers.communication_counts import CommModeVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack, TrackGiven
 from dtensor_compile.ops import c10d as ops
 from dtensor_compile.ops.redistribute import redistribute_op
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.data_dependent_scalars import (
     collectives_of_constants,
     lengths_of_counts,
     numbers_in_the_graph,
 )
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, VariableTracker, function_variable
 
 
 def equal(x: torch.Tensor, y: torch.Tensor) -> bool:

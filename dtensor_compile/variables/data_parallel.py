@@ -45,12 +45,13 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.distributed import ddp, fsdp
-from dtensor_compile.compat.dynamo.after_graph import call_after_graph
 from dtensor_compile.compat.dynamo.backward import leaves_of_a_reducer
-from dtensor_compile.compat.dynamo.calls import Call, attribute, emit_call
-from dtensor_compile.compat.dynamo.compiled_parts import CALL_WRAPPED, READ_WRAPPED
 from dtensor_compile.compat.dynamo.left_to_python import leave_code_to_python
-from dtensor_compile.compat.dynamo.module_calls import (
+from dtensor_compile.compat.dynamo.observers.compiled_parts import CALL_WRAPPED, READ_WRAPPED
+from dtensor_compile.compat.dynamo.tracing import keep_ddp_graphs_whole
+from dtensor_compile.compat.dynamo.trackers.after_graph import call_after_graph
+from dtensor_compile.compat.dynamo.trackers.calls import Call, attribute, emit_call
+from dtensor_compile.compat.dynamo.trackers.module_calls import (
     attributes_are_static,
     dict_of,
     function_of,
@@ -64,8 +65,7 @@ from dtensor_compile.compat.dynamo.module_calls import (
     submodule,
     tuple_of,
 )
-from dtensor_compile.compat.dynamo.tracing import keep_ddp_graphs_whole
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     UserFunctionVariable,
     VariableTracker,

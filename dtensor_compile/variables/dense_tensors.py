@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.distributed.functional_collectives import flatten_dense_tensors, unflatten_dense_tensors
-from dtensor_compile.compat.dynamo.calls import handle_calls
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, VariableTracker, function_variable
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

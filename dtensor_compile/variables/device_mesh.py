@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.compat.dynamo.calls import ContextVariable, emit_call
-from dtensor_compile.compat.dynamo.constant_tensors import constant_tensor
 from dtensor_compile.compat.dynamo.left_to_python import leave_to_python
-from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator, VariableTracker
+from dtensor_compile.compat.dynamo.trackers.calls import ContextVariable, emit_call
+from dtensor_compile.compat.dynamo.trackers.constant_tensors import constant_tensor
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Source, Translator, VariableTracker
 from dtensor_compile.variables.member_rules import SourcedVariable, table
 from dtensor_compile.variables.mesh_constructors import enter_mesh, make_once, real_arguments
 

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dtensor.specs import Spec
-from dtensor_compile.compat.dynamo.calls import refuse_tensor_members
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.calls import refuse_tensor_members
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     VariableTracker,
     build_unguarded,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.distributed import fsdp, fsdp_gradients
-from dtensor_compile.compat.dynamo.after_graph import call_after_graph
-from dtensor_compile.compat.dynamo.calls import Call, emit_call, is_used
-from dtensor_compile.compat.dynamo.module_calls import (
+from dtensor_compile.compat.dynamo.trackers.after_graph import call_after_graph
+from dtensor_compile.compat.dynamo.trackers.calls import Call, emit_call, is_used
+from dtensor_compile.compat.dynamo.trackers.module_calls import (
     member,
     notes,
     real_value,
@@ -22,7 +22,13 @@ from dtensor_compile.compat.dynamo.module_calls import (
     submodule,
     tuple_of,
 )
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, build, fact_guard, graph_break
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
+    Translator,
+    VariableTracker,
+    build,
+    fact_guard,
+    graph_break,
+)
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.ops.unshard import Reduction, reduce_held, unshard
 from dtensor_compile.variables.wrapper_calls import cast, gathering_name, refuse_setting, trace_function

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.dynamo.opaque_trackers import MemberVariable, OpaqueClassVariable, is_opaque_class
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import MemberVariable, OpaqueClassVariable, is_opaque_class
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Source,
     Translator,
     VariableTracker,

@@ -30,7 +30,8 @@ from dtensor_compile.compat.dtensor.creation import (
     world,
 )
 from dtensor_compile.compat.dtensor.specs import StridedShard, local_and_spec
-from dtensor_compile.compat.dynamo.calls import (
+from dtensor_compile.compat.dynamo.left_to_python import leave_to_python
+from dtensor_compile.compat.dynamo.trackers.calls import (
     attribute,
     call_site,
     emit_call,
@@ -40,11 +41,10 @@ from dtensor_compile.compat.dynamo.calls import (
     keep_leaves_inside,
     leaf_is_returned,
 )
-from dtensor_compile.compat.dynamo.constant_tensors import constant_value
-from dtensor_compile.compat.dynamo.left_to_python import leave_to_python
-from dtensor_compile.compat.dynamo.opaque_trackers import MemberVariable
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.constant_tensors import constant_value
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import MemberVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     VariableTracker,
     build,

@@ -10,11 +10,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from dtensor_compile.compat.dynamo.calls import handle_calls
-from dtensor_compile.compat.dynamo.module_calls import handle_functions
-from dtensor_compile.compat.dynamo.optimizer_trackers import break_function, optimizers_in_the_region, read_step
-from dtensor_compile.compat.dynamo.scaler_steps import scaler_state, steps_of_scalers
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls
+from dtensor_compile.compat.dynamo.trackers.module_calls import handle_functions
+from dtensor_compile.compat.dynamo.trackers.optimizer_trackers import (
+    break_function,
+    optimizers_in_the_region,
+    read_step,
+)
+from dtensor_compile.compat.dynamo.trackers.scaler_steps import scaler_state, steps_of_scalers
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.untraced_steps import BreakAroundStep, FusedStep, fused_steps, step_count, traced
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (

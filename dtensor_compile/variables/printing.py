@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from dtensor_compile.compat.dynamo.after_graph import (
+from dtensor_compile.compat.dynamo.trackers.after_graph import (
     ArgumentPlace,
     call_after_graph,
     format_values_of_now,
@@ -24,9 +24,9 @@ from dtensor_compile.compat.dynamo.after_graph import (
     place,
     snapshot,
 )
-from dtensor_compile.compat.dynamo.calls import handle_calls, is_ignored
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls, is_ignored
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     VariableTracker,
     build,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator, VariableTracker, fact_guard
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Source, Translator, VariableTracker, fact_guard
 from dtensor_compile.variables.collective_calls import call_method_polyfill
 from dtensor_compile.variables.group_methods import METHODS
 from dtensor_compile.variables.member_rules import SourcedVariable, table

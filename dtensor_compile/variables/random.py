@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from dtensor_compile.compat.dynamo.calls import emit_call, handle_calls, handle_construction
-from dtensor_compile.compat.dynamo.generator_trackers import (
+from dtensor_compile.compat.dynamo.trackers.calls import emit_call, handle_calls, handle_construction
+from dtensor_compile.compat.dynamo.trackers.generator_trackers import (
     DRAWS_TOGETHER,
     GeneratorVariable,
     handle_draws,
     handle_generator_methods,
     trunc_normal_function,
 )
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack, TrackGiven
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack, TrackGiven
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     VariableTracker,
     build,

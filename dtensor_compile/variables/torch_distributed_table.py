@@ -20,10 +20,15 @@ from torch.distributed import tensor
 
 from dtensor_compile.compat.distributed.functional_collectives import functional_collectives
 from dtensor_compile.compat.dynamo import settings
-from dtensor_compile.compat.dynamo.calls import NamespaceVariable, handle_calls, handle_construction, refuse_methods
 from dtensor_compile.compat.dynamo.left_to_python import leave_calls_to_python
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack, TrackGiven, TrackMade
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.calls import (
+    NamespaceVariable,
+    handle_calls,
+    handle_construction,
+    refuse_methods,
+)
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack, TrackGiven, TrackMade
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     VariableTracker,
     build,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo.calls import handle_calls
-from dtensor_compile.compat.dynamo.stand_in import CFuture, stand_in
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, function_variable
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls
+from dtensor_compile.compat.dynamo.trackers.stand_in import CFuture, stand_in
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, VariableTracker, function_variable
 from dtensor_compile.variables.member_rules import causes_of, table
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.module_calls import happens_once, notes
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.module_calls import happens_once, notes
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     VariableTracker,
     build,

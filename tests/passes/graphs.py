@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile import passes
-from dtensor_compile.compat.dynamo.observe import node_of
+from dtensor_compile.compat.dynamo.observers.observe import node_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.rank_uniformity import spread_marks
 from dtensor_compile.graph.runner import GraphStep, run_steps

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.dynamo.host_time import checks_of_guards
+from dtensor_compile.compat.dynamo.observers.host_time import checks_of_guards
 from dtensor_compile.testing import make_mesh
 
 LOCAL = torch.arange(1.0, 9.0).reshape(4, 2)

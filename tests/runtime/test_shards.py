@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dtensor_compile.compat.dynamo.host_time import checks_of_guards
+from dtensor_compile.compat.dynamo.observers.host_time import checks_of_guards
 from dtensor_compile.native.loader import native
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import dtensor_compile
 from dtensor_compile import backend
 from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.dynamo.call_facts import tensor_facts
-from dtensor_compile.compat.dynamo.node_copies import PLACE
+from dtensor_compile.compat.dynamo.replay.call_facts import tensor_facts
+from dtensor_compile.compat.dynamo.replay.node_copies import PLACE
 from dtensor_compile.compat.patches import FEATURES
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values

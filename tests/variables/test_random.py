@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.dynamo.generator_trackers import DRAWS_TOGETHER
+from dtensor_compile.compat.dynamo.trackers.generator_trackers import DRAWS_TOGETHER
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_compile.compat.distributed.fake_group import simulated_job
-from dtensor_compile.compat.dynamo.host_time import checks_of_guards
+from dtensor_compile.compat.dynamo.observers.host_time import checks_of_guards
 
 WORLD = 2
 VARIANTS = {"plain": "inductor", "stock": "inductor", "ours": "dtensor"}

@@ -22,7 +22,7 @@ from dtensor_compile.compat.aot.autograd_functions import functions_built, insid
 from dtensor_compile.compat.aot.run_graph import Made, compile_for_aten
 from dtensor_compile.compat.aot.tangents import expected_placements
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.node_copies import Fakes
+from dtensor_compile.compat.dynamo.replay.node_copies import Fakes
 from dtensor_compile.compat.inductor.compile import EAGER_NUMBERS, GraphFunction, GraphPass
 from dtensor_compile.compat.inductor.uncompiled_kernels import run_made
 from dtensor_compile.compat.patches import hook, needs, patch

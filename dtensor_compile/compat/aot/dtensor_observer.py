@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dtensor.sharding_decisions import forget_decisions
+from dtensor_compile.compat.dtensor.rules.sharding_decisions import forget_decisions
 from dtensor_compile.compat.patches import needs, patch
 
 _BEGIN = patch("torch.fx.experimental.proxy_tensor:ProxyTorchDispatchMode.__enter__", "self")

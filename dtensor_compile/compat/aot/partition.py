@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from dtensor_compile.compat.aot.random_state import draws, saves_state, takes_random_state
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
+from dtensor_compile.compat.dynamo.trackers.constant_objects import OPAQUE
 from dtensor_compile.compat.patches import hook, needs, patch
 
 _BINDINGS = patch("torch._functorch.partitioners:find_symbol_binding_fx_nodes", "graph")

@@ -36,7 +36,7 @@ from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_glob
 from dtensor_compile.compat.dtensor.specs import meta_of, spec_of_parts
 from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
 from dtensor_compile.compat.dynamo.tracing import of_compilation_on_stack
-from dtensor_compile.compat.dynamo.tracker_tools import constant_source, fact_guard
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import constant_source, fact_guard
 from dtensor_compile.compat.patches import patch
 from dtensor_compile.native.loader import native
 

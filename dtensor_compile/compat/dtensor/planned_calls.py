@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_map
 
-from dtensor_compile.compat.aot.shapes import size_hints
-from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.dtensor.program_calls import Calls, is_backward, placements_of
+from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
     Spec,

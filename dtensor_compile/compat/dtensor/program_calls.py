@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtensor_compile.compat.aot.shapes import size_hint, size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
-from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.operator_strategies import ask
 from dtensor_compile.compat.dtensor.record import checkpointed, fake_like, graphs_in
+from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.rules.operator_strategies import ask
 from dtensor_compile.compat.dtensor.specs import Spec, meta_of, with_local
 from dtensor_compile.compat.dtensor.step_record import (
     BACKWARD,

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.specs import with_local
 
 

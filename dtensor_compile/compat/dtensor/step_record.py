@@ -20,8 +20,8 @@ from torch.distributed.tensor import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtensor_compile.compat.dtensor.factors import tensor_leaves
 from dtensor_compile.compat.dtensor.record import fake_mode, global_fake
+from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
 
 FORWARD, BACKWARD = "forward", "backward"
 

@@ -22,9 +22,9 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched, patched_value
-from dtensor_compile.compat.dynamo.opaque_trackers import METHODS, tensor_methods
-from dtensor_compile.compat.dynamo.replayed_calls import trace_each
-from dtensor_compile.compat.dynamo.tracker_tools import READ, Translator, fact_guard, graph_break
+from dtensor_compile.compat.dynamo.replay.replayed_calls import trace_each
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import METHODS, tensor_methods
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import READ, Translator, fact_guard, graph_break
 from dtensor_compile.compat.patches import needs, patch
 
 _stock_accumulate_grad = polyfills.accumulate_grad

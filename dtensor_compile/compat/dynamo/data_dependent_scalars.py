@@ -42,9 +42,9 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dtensor_compile.causes import cause
 from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
-from dtensor_compile.compat.dynamo.opaque_trackers import METHODS, tensor_methods
 from dtensor_compile.compat.dynamo.tracing import backend_on_stack, compiles_for_us
-from dtensor_compile.compat.dynamo.tracker_tools import graph_break
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import METHODS, tensor_methods
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import graph_break
 from dtensor_compile.compat.patches import hook, needs, patch
 
 #: Settings of Dynamo in the first attempt to trace a frame, in the second, and in the last.

@@ -24,7 +24,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._guards import Guard, GuardsContext, GuardsSet, Source, TracingContext
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dynamo.tracker_tools import guard_sizes
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import guard_sizes
 from dtensor_compile.compat.inductor.input_fetch_codegen import Plan
 from dtensor_compile.native.loader import native
 

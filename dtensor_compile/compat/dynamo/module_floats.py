@@ -17,7 +17,7 @@ from torch._dynamo import config
 from torch._dynamo.variables.builder import VariableBuilder
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.tracker_tools import VariableTracker
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import VariableTracker
 from dtensor_compile.compat.patches import hook, needs, patch
 
 

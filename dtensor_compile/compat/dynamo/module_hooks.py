@@ -38,9 +38,9 @@ from dtensor_compile.causes import cause
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
-from dtensor_compile.compat.dynamo.calls import call_site
-from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, function_variable, graph_break, items_of
+from dtensor_compile.compat.dynamo.trackers.calls import call_site
+from dtensor_compile.compat.dynamo.trackers.constant_objects import OPAQUE
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, function_variable, graph_break, items_of
 from dtensor_compile.compat.patches import needs, patch
 
 #: Facts about a gradient on which a hook may depend: None if there is none, ``()`` for a plain tensor, the placements

@@ -25,11 +25,11 @@ from torch._utils import _maybe_view_chunk_cat
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
-from dtensor_compile.compat.dynamo.calls import handle_calls
-from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, build
+from dtensor_compile.compat.dynamo.trackers.calls import handle_calls
+from dtensor_compile.compat.dynamo.trackers.constant_objects import OPAQUE
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import tensor_methods
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, build
 from dtensor_compile.compat.patches import needs, patch
 
 

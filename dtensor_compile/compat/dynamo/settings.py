@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss
 from torch.fx.node import has_side_effect
 
-from dtensor_compile.compat.dynamo.calls import Call, handle_calls
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.calls import Call, handle_calls
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     VariableTracker,
     build,

@@ -45,16 +45,16 @@ from dtensor_compile.compat.apply_patches import (
     stock_torch,
     this_place,
 )
-from dtensor_compile.compat.dynamo.constant_objects import (
+from dtensor_compile.compat.dynamo.left_to_python import is_left
+from dtensor_compile.compat.dynamo.recompile_limits import Fate, fate_of_frame, never_suppressed
+from dtensor_compile.compat.dynamo.trackers.constant_objects import (
     OPAQUE,
     constant_classes,
     guard_constant,
     track_world,
 )
-from dtensor_compile.compat.dynamo.left_to_python import is_left
-from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
-from dtensor_compile.compat.dynamo.recompile_limits import Fate, fate_of_frame, never_suppressed
-from dtensor_compile.compat.dynamo.tracker_entries import (
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import OpaqueVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import (
     Backend,
     Entries,
     Retrack,
@@ -63,7 +63,7 @@ from dtensor_compile.compat.dynamo.tracker_entries import (
     TrackMade,
     TrackTensor,
 )
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, real_object
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, real_object
 from dtensor_compile.compat.patches import Patch, feature, hook, patch
 
 _BUILDER = "torch._dynamo.variables.builder:"

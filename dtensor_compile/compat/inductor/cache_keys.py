@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
-from dtensor_compile.compat.dynamo.tracker_tools import kind_of_constant
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import kind_of_constant
 from dtensor_compile.compat.patches import feature, hook, needs, patch
 
 _REDUCE = patch("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t")

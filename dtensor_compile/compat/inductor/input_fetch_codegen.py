@@ -26,7 +26,7 @@ from torch._dynamo.source import (
 )
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.tracker_tools import Source, constant_source
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Source, constant_source
 from dtensor_compile.compat.patches import needs, patch
 from dtensor_compile.native.loader import READS, native
 

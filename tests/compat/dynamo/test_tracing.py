@@ -22,9 +22,9 @@ from torch.distributed.tensor import Shard
 from dtensor_compile.backend import dtensor
 from dtensor_compile.compat.dynamo import left_to_python, tracing
 from dtensor_compile.compat.dynamo.left_to_python import leave_code_to_python
-from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing, installed_backends
-from dtensor_compile.compat.dynamo.tracker_entries import Entries
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import OpaqueVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Entries
 from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.stages import program
 from dtensor_compile.testing import make_mesh, on_ranks

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, calls_of_methods
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import CALL_METHOD, calls_of_methods
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
 )
 from dtensor_compile.compat.patches import needs

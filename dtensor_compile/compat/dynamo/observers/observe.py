@@ -25,7 +25,7 @@ from torch.distributed.tensor import _dispatch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.module_names import root_names
+from dtensor_compile.compat.dynamo.observers.module_names import root_names
 from dtensor_compile.compat.dynamo.tracing import is_left_to_python
 from dtensor_compile.compat.inductor.compile import GraphPass
 from dtensor_compile.compat.patches import feature, hook, needs, patch

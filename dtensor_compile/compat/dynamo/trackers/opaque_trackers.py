@@ -14,13 +14,13 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
 from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
-from dtensor_compile.compat.dynamo.constant_objects import (
+from dtensor_compile.compat.dynamo.trackers.constant_objects import (
     OPAQUE,
     STOCK_CLASSES,
     ConstantClassVariable,
     ConstantObjectVariable,
 )
-from dtensor_compile.compat.dynamo.tracker_tools import Translator
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator
 from dtensor_compile.compat.patches import Patch, patch
 
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dtensor.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.operator_rules import inputs_taken
+from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.rules.operator_rules import inputs_taken
 from dtensor_compile.compat.dtensor.specs import spec_as_of_views
 from dtensor_compile.compat.dtensor.step_record import Placements, StepCall, Strategy
 from dtensor_compile.compat.patches import needs, patch

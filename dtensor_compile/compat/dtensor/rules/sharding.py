@@ -48,14 +48,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
-from dtensor_compile.compat.dtensor.operator_rules import Cut, aten
-from dtensor_compile.compat.dtensor.shard_sizes import (
-    fix_flattened_sizes,
-    local_shape_and_offset,
-    strided_shard_size,
-    unflatten,
-)
-from dtensor_compile.compat.dtensor.sharding_decisions import (
+from dtensor_compile.compat.dtensor.rules.operator_rules import Cut, aten
+from dtensor_compile.compat.dtensor.rules.sharding_decisions import (
     SINGLE_DIM_STRATEGIES,
     STRATEGIES,
     expression_of,
@@ -63,9 +57,15 @@ from dtensor_compile.compat.dtensor.sharding_decisions import (
     propagate,
     this_thread,
 )
+from dtensor_compile.compat.dtensor.shard_sizes import (
+    fix_flattened_sizes,
+    local_shape_and_offset,
+    strided_shard_size,
+    unflatten,
+)
 from dtensor_compile.compat.dtensor.specs import redistribute_local
-from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.settings import implicit_replication
+from dtensor_compile.compat.dynamo.trackers.constant_objects import OPAQUE
 from dtensor_compile.compat.patches import Patch, hook, if_there, needs, patch
 
 

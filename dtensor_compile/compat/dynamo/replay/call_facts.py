@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
-from dtensor_compile.compat.dynamo.tracker_tools import Translator
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator
 from dtensor_compile.compat.patches import if_there
 
 _CHECKS: Mapping[str, Any] = if_there("torch._dynamo.guards:GUARD_VALUE_DISPATCH") or {}

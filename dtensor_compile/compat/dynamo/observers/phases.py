@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.module_names import module_name
+from dtensor_compile.compat.dynamo.observers.module_names import module_name
 from dtensor_compile.compat.patches import needs, patch
 
 _BEGINS = patch("torch._dynamo.utils:ChromiumEventLogger.log_event_start", "self event_name ...")

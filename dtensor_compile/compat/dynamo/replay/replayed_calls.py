@@ -33,7 +33,7 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._guards import Source, TracingContext
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.call_facts import (
+from dtensor_compile.compat.dynamo.replay.call_facts import (
     Differs,
     Fact,
     OtherModule,
@@ -42,12 +42,12 @@ from dtensor_compile.compat.dynamo.call_facts import (
     guards_below,
     state_check,
 )
-from dtensor_compile.compat.dynamo.call_traces import CallTrace, check_nodes, check_result, copy_call, inputs_of
-from dtensor_compile.compat.dynamo.communication_counts import is_counting
-from dtensor_compile.compat.dynamo.module_calls import CALLS, function_of, notes, real_value
-from dtensor_compile.compat.dynamo.node_copies import PLACE, Place
+from dtensor_compile.compat.dynamo.replay.call_traces import CallTrace, check_nodes, check_result, copy_call, inputs_of
+from dtensor_compile.compat.dynamo.replay.node_copies import PLACE, Place
 from dtensor_compile.compat.dynamo.tracing import options_on_stack
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, source_of
+from dtensor_compile.compat.dynamo.trackers.communication_counts import is_counting
+from dtensor_compile.compat.dynamo.trackers.module_calls import CALLS, function_of, notes, real_value
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, source_of
 from dtensor_compile.compat.patches import hook, needs, patch
 
 #: Name of the list of `traced_apart` in the context of a compilation.

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dynamo.tracker_tools import Translator
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator
 
 #: Key in ``node.meta`` of a `Place`.
 PLACE = "dtensor_compile_place"

@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtensor_compile.compat.dtensor.operator_rules import inputs_taken
+from dtensor_compile.compat.dtensor.rules.operator_rules import inputs_taken
 
 
 @dataclass(frozen=True)

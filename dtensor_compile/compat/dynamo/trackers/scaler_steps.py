@@ -11,9 +11,9 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch.amp import grad_scaler
 
-from dtensor_compile.compat.dynamo.calls import Call
-from dtensor_compile.compat.dynamo.optimizer_trackers import TracedOptimizerVariable
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.calls import Call
+from dtensor_compile.compat.dynamo.trackers.optimizer_trackers import TracedOptimizerVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     function_variable,
 )

@@ -21,11 +21,11 @@ from torch._dynamo.variables.tensor import TensorSubclassVariable, TensorVariabl
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.constant_tensors import target_name
 from dtensor_compile.compat.dynamo.left_to_python import leave_calls_to_python
-from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, OpaqueClassVariable
-from dtensor_compile.compat.dynamo.tracker_entries import Retrack, TrackGiven
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.constant_tensors import target_name
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import CALL_METHOD, OpaqueClassVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_entries import Retrack, TrackGiven
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     COMPARE,
     READ,
     Translator,

@@ -18,10 +18,10 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.distributed.tensor._ops import _math_ops
 from torch.nn import init
 
-from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo.module_calls import happens_once
-from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, MethodCall, calls_of_methods
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute, source_of
+from dtensor_compile.compat.dynamo.trackers.after_graph import call_after_graph, is_export
+from dtensor_compile.compat.dynamo.trackers.module_calls import happens_once
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import CALL_METHOD, MethodCall, calls_of_methods
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, graph_break, read_attribute, source_of
 from dtensor_compile.compat.patches import needs
 
 #: The function behind ``nn.init.trunc_normal_``: ``(tensor, mean, std, a, b, generator)``.

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.specs import storage_of
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, items_of
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, items_of
 from dtensor_compile.compat.patches import hook, needs, patch
 
 _KEY = "dtensor_compile_preserved_versions"

@@ -19,8 +19,8 @@ from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 from torch._guards import GuardSource
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.calls import Call, attribute
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, source_of
+from dtensor_compile.compat.dynamo.trackers.calls import Call, attribute
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, source_of
 from dtensor_compile.compat.patches import hook, if_there, needs, patch
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo.calls import ContextVariable
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.after_graph import call_after_graph, is_export
+from dtensor_compile.compat.dynamo.trackers.calls import ContextVariable
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Translator,
     build,
     build_unguarded,

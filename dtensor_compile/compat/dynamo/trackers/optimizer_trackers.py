@@ -41,7 +41,7 @@ from torch.optim import lr_scheduler
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.guards import Together, guarded_together
-from dtensor_compile.compat.dynamo.tracker_tools import (
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     Source,
     Translator,
     bound_method,

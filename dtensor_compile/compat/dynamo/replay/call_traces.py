@@ -16,7 +16,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source
 from torch.utils._pytree import tree_map
 
-from dtensor_compile.compat.dynamo.call_facts import (
+from dtensor_compile.compat.dynamo.replay.call_facts import (
     Differs,
     Fact,
     GuardFact,
@@ -26,9 +26,9 @@ from dtensor_compile.compat.dynamo.call_facts import (
     flat_facts,
     tensor_facts,
 )
-from dtensor_compile.compat.dynamo.module_calls import notes, real_value
-from dtensor_compile.compat.dynamo.node_copies import PLACE, Fakes, Names, Place
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, source_of
+from dtensor_compile.compat.dynamo.replay.node_copies import PLACE, Fakes, Names, Place
+from dtensor_compile.compat.dynamo.trackers.module_calls import notes, real_value
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, source_of
 
 
 class _Argument(NamedTuple):

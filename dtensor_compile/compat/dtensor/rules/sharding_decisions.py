@@ -21,10 +21,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.bounded_cache import BoundedCache
-from dtensor_compile.compat.aot.shapes import has_hint
+from dtensor_compile.compat.aot.symbolic.shapes import has_hint
 from dtensor_compile.compat.apply_patches import ABSENT, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
-from dtensor_compile.compat.dtensor.operator_rules import (
+from dtensor_compile.compat.dtensor.rules.operator_rules import (
     RULES,
     anywhere,
     aten,

@@ -11,7 +11,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Source
 
-from dtensor_compile.compat.dynamo.tracker_tools import Translator
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator
 
 Backend = Callable[..., Any]
 

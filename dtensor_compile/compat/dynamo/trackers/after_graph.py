@@ -17,9 +17,9 @@ from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.module_calls import happens_once
-from dtensor_compile.compat.dynamo.opaque_trackers import MethodCall, OpaqueVariable, calls_of_methods
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, build_unguarded, constant_source
+from dtensor_compile.compat.dynamo.trackers.module_calls import happens_once
+from dtensor_compile.compat.dynamo.trackers.opaque_trackers import MethodCall, OpaqueVariable, calls_of_methods
+from dtensor_compile.compat.dynamo.trackers.tracker_tools import Translator, build_unguarded, constant_source
 from dtensor_compile.compat.patches import needs, patch
 
 #: Trackers of dicts: one for all classes before 2.14, one per class since.

@@ -1,0 +1,1 @@
+"""Symbolic sizes of a graph that AOTAutograd traces."""

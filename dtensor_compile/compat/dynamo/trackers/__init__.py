@@ -1,0 +1,1 @@
+"""Trackers of objects that Dynamo meets in a program, and what trackers need of Dynamo."""
