@@ -52,7 +52,7 @@ def dtensor(
         run_steps(gm, program.CAPTURED, this)
         compiled = compile_program(this)
         agreement.reach()
-        return program.wrap(compiled, this)
+        return program.wrap_compiled(compiled, this)
 
 
 def dtensor_aten(

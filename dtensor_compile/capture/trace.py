@@ -37,7 +37,7 @@ from dtensor_compile.compat.dtensor.specs import (
 )
 from dtensor_compile.compat.dynamo.observers.observe import forcing_operator, newest_node, nodes_since
 from dtensor_compile.errors import PlanError, SpecTextError
-from dtensor_compile.graph.global_annotations import mark
+from dtensor_compile.graph.global_annotations import mark_node
 from dtensor_compile.graph.nodes import FORCED_BY, HANDED_BACK
 from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_text, parse_mesh
 from dtensor_compile.ir.spec import spec_text
@@ -65,7 +65,7 @@ def emit_redistribution(
     local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """The local tensor in the target spec, by the operator if it supports the change, otherwise by `stock`."""
-    mark(local, source)
+    mark_node(local, source)
     mesh = compat_mesh.real_mesh(source.mesh)
     if not compat_mesh.is_member(mesh):
         return stock()  # this rank has no part of the tensor, and sends nothing

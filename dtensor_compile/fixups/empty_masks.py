@@ -18,7 +18,7 @@ import torch
 
 from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.node_builder import inherited
-from dtensor_compile.graph.nodes import call
+from dtensor_compile.graph.nodes import call_before
 
 aten = torch.ops.aten
 
@@ -29,6 +29,6 @@ def make_masks_boolean(graph: torch.fx.Graph) -> None:
         for mask in [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]:
             if 0 not in [size for size in value_of(mask).shape if type(size) is int]:
                 continue  # the fake value of the mask is boolean in either case
-            made = call(aten.ne.Scalar, (mask, 0), like=mask, before=mask.next)
+            made = call_before(aten.ne.Scalar, (mask, 0), like=mask, before=mask.next)
             made.meta |= inherited(mask)
             mask.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)

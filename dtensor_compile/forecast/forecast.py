@@ -43,8 +43,7 @@ from dtensor_compile.report.target import (
     program_of,
     users_program,
 )
-from dtensor_compile.topology.files import gpu as gpu_named
-from dtensor_compile.topology.files import topology
+from dtensor_compile.topology.files import find_gpu, topology
 from dtensor_compile.topology.gpus import Gpu
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 
@@ -134,7 +133,7 @@ def make_plan(
         TargetError: the target is no program that can be trained.
     """
     machine = topology(cluster if cluster is not None else _cluster_of(gpu))
-    machine = dataclasses.replace(machine, device=gpu_named(gpu).device)
+    machine = dataclasses.replace(machine, device=find_gpu(gpu).device)
     with fresh_caches(), job(this.ranks, this.rank), device(gpu) as emulated, contextlib.redirect_stdout(io.StringIO()):
         log = ScriptLog(emulated) if is_script(target) else StepLog(emulated)
         emulated.observer = log

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dtensor_compile.compat.dtensor.step_record import BACKWARD
-from dtensor_compile.forecast.plan_table import size
+from dtensor_compile.forecast.plan_table import size_text
 from dtensor_compile.global_plan.place import PlacementPlan
 from dtensor_compile.global_plan.plan_rows import PlanRow
 from dtensor_compile.report.compare_reports import seconds_text
@@ -72,6 +72,6 @@ def placement_page(target: str, plan: PlacementPlan, rows: Sequence[PlanRow]) ->
         root=module_tree(rows),
         most=max((row.sent for row in rows), default=0.0) or 1.0,
         backward=BACKWARD,
-        size=lambda bytes: size(int(bytes)),
+        size=lambda bytes: size_text(int(bytes)),
         seconds=seconds_text,
     )

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dtensor_compile.compat.dtensor.step_record import BACKWARD
 from dtensor_compile.forecast.placed_steps import Forecast
-from dtensor_compile.forecast.plan_table import size
+from dtensor_compile.forecast.plan_table import size_text
 from dtensor_compile.global_plan.alternatives import RefusedPlacement
 from dtensor_compile.global_plan.choose_placements import Choice
 from dtensor_compile.global_plan.equal_calls import by_pattern, pattern
@@ -85,7 +85,8 @@ def print_plan(plan: PlacementPlan, shown: Shown, console: Console) -> None:
     if not plan.choice.fits and plan.budget is not None:
         _print_holders(shown.rows, console)
         console.print(
-            f"no plan fits into {size(int(plan.budget))}: the nearest, above, needs {size(int(plan.choice.memory))}",
+            f"no plan fits into {size_text(int(plan.budget))}: "
+            f"the nearest, above, needs {size_text(int(plan.choice.memory))}",
             highlight=False,
         )
 
@@ -109,7 +110,7 @@ def _print_forecasts(forecasts: Sequence[Forecast], console: Console) -> None:
         time = this.plan.time
         parts = (time.step, time.compute, time.exposed, time.hidden, time.idle)
         sent = sum(row.bytes for row in this.plan.communication)
-        table.add_row(this.name, *map(seconds_text, parts), size(sent), size(this.plan.memory.needed))
+        table.add_row(this.name, *map(seconds_text, parts), size_text(sent), size_text(this.plan.memory.needed))
     console.print(table)
 
 
@@ -118,7 +119,7 @@ def _without_rule(op: str, rows: Sequence[PlanRow]) -> str:
     took, sent = sum(row.compute for row in own), sum(row.sent for row in own)
     return (
         f"{op} has no rule in DTensor: it runs on replicated tensors, with {seconds_text(took)} of compute and "
-        f"{size(int(sent))} sent"
+        f"{size_text(int(sent))} sent"
     )
 
 
@@ -130,10 +131,10 @@ def _print_holders(rows: Sequence[PlanRow], console: Console) -> None:
     most = sorted(rows, key=lambda row: -row.memory)
     for row in most[:_HOLDERS]:
         what = f"{row.name}, gradient and states" if row.kind == "parameter" else f"{row.name}, for the backward pass"
-        table.add_row(what, row.module, row.placed, size(int(row.memory)))
+        table.add_row(what, row.module, row.placed, size_text(int(row.memory)))
     if most[_HOLDERS:]:
         rest = most[_HOLDERS:]
-        table.add_row(f"{len(rest)} more", "", "", size(int(sum(row.memory for row in rest))))
+        table.add_row(f"{len(rest)} more", "", "", size_text(int(sum(row.memory for row in rest))))
     console.print(table)
 
 
@@ -158,7 +159,7 @@ def _print_differences(shown: ShownDifferences, console: Console) -> None:
             _placed(this.before),
             _placed(this.after),
             f"{'-' if this.seconds < 0 else ''}{seconds_text(abs(this.seconds))}",
-            f"{'-' if sent < 0 else ''}{size(int(abs(sent)))}",
+            f"{'-' if sent < 0 else ''}{size_text(int(abs(sent)))}",
         )
     console.print(table)
     if shown.rows[_DIFFERENCES:]:
@@ -200,8 +201,8 @@ def _add_row(table: Table, name: str, choice: Choice | None, first: str | None =
         name,
         seconds_text(choice.seconds) if first is None else first,
         *(seconds_text(part) for part in (choice.compute, choice.exposed, choice.hidden)),
-        size(int(choice.sent)),
-        size(int(choice.memory)) + ("" if choice.fits else ", too much"),
+        size_text(int(choice.sent)),
+        size_text(int(choice.memory)) + ("" if choice.fits else ", too much"),
     )
 
 

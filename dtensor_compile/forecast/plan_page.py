@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtensor_compile.errors import OfflineError
-from dtensor_compile.forecast.plan_table import size, text_of, why_not
+from dtensor_compile.forecast.plan_table import size_text, text_of, why_not
 from dtensor_compile.forecast.step_plan import StepPlan
 from dtensor_compile.forecast.sweep import Swept
 from dtensor_compile.forecast.timeline import COMPUTE, StepSpan, merged
@@ -61,7 +61,7 @@ def require_plotly() -> Any:
 
 def _render(chart: str, plans: Sequence[tuple[str, StepPlan]], failed: Sequence[tuple[str, str]] = ()) -> str:
     page = template("dtensor_compile.forecast", "plan.html.j2")
-    return page.render(chart=chart, plans=plans, failed=failed, size=size, seconds=seconds)
+    return page.render(chart=chart, plans=plans, failed=failed, size=size_text, seconds=seconds)
 
 
 def _chart(figure: Any, name: str) -> str:

@@ -34,16 +34,16 @@ def print_plan(plan: StepPlan, console: Console) -> None:
 
 def _verdict(memory: StepMemory) -> str:
     if memory.fits:
-        return f"[green]fits[/green]: {size(memory.needed)} of {size(memory.capacity)}"
+        return f"[green]fits[/green]: {size_text(memory.needed)} of {size_text(memory.capacity)}"
     advice = _ADVICE.get(_largest(memory)[0][1], "")
     return f"[red]does not fit[/red]: {why_not(memory)}" + (f". {advice}" if advice else "")
 
 
 def why_not(memory: StepMemory) -> str:
     """The bytes by which a step does not fit, and the largest holders."""
-    held = ", ".join(f"{kind} {size(bytes)}" for bytes, kind in _largest(memory)[:3] if bytes)
-    too_much = size(memory.needed - memory.capacity)
-    return f"{size(memory.needed)} of {size(memory.capacity)}, {too_much} too much; most of it: {held}"
+    held = ", ".join(f"{kind} {size_text(bytes)}" for bytes, kind in _largest(memory)[:3] if bytes)
+    too_much = size_text(memory.needed - memory.capacity)
+    return f"{size_text(memory.needed)} of {size_text(memory.capacity)}, {too_much} too much; most of it: {held}"
 
 
 def _largest(memory: StepMemory) -> list[tuple[int, str]]:
@@ -69,7 +69,7 @@ def print_sweep(swept: Sequence[Swept], console: Console) -> None:
             f"{plan.tokens_per_second:,.0f}" if plan.tokens else "",
             f"{plan.time.exposed / plan.time.step:.0%}",
             f"{plan.model_flops_fraction:.0%}",
-            f"{size(plan.memory.needed)} of {size(plan.memory.capacity)}"
+            f"{size_text(plan.memory.needed)} of {size_text(plan.memory.capacity)}"
             if plan.memory.fits
             else f"does not fit: {why_not(plan.memory)}",
             style="" if plan.memory.fits else "dim",
@@ -106,17 +106,17 @@ _ADVICE = {
 
 def _memory_table(memory: StepMemory) -> Table:
     where = f"{memory.peak_module or memory.peak_where or 'between graphs'}"
-    table = Table(title=f"memory at the peak, {size(memory.peak)} at {where}", title_justify="left")
+    table = Table(title=f"memory at the peak, {size_text(memory.peak)} at {where}", title_justify="left")
     table.add_column("held by")
     table.add_column("bytes", justify="right")
     table.add_column("most of it", overflow="fold")
     for kind, bytes in sorted(zip(memory.kinds, memory.peak_of_kinds), key=lambda row: -row[1]):
         if bytes:
             first = next((h for h in memory.holders if h.kind == kind and h.where), None)
-            line = f"{size(first.bytes)} {first.module or first.where}" if first is not None else ""
-            table.add_row(kind, size(bytes), line)
-    table.add_row("segments of the allocator", size(memory.reserved), "", style="dim")
-    table.add_row("workspaces of libraries", size(memory.fixed), "", style="dim")
+            line = f"{size_text(first.bytes)} {first.module or first.where}" if first is not None else ""
+            table.add_row(kind, size_text(bytes), line)
+    table.add_row("segments of the allocator", size_text(memory.reserved), "", style="dim")
+    table.add_row("workspaces of libraries", size_text(memory.fixed), "", style="dim")
     return table
 
 
@@ -150,12 +150,17 @@ def _communication_table(plan: StepPlan) -> Table:
         table.add_column(column, justify="left" if column in ("mesh dim", "kind") else "right")
     for row in plan.communication:
         table.add_row(
-            row.mesh_dim, row.kind, str(row.count), size(row.bytes), seconds(row.seconds), seconds(row.exposed_seconds)
+            row.mesh_dim,
+            row.kind,
+            str(row.count),
+            size_text(row.bytes),
+            seconds(row.seconds),
+            seconds(row.exposed_seconds),
         )
     return table
 
 
-def size(number: int) -> str:
+def size_text(number: int) -> str:
     """``1.50 GiB``, ``20.0 MiB``, ``12 KiB``"""
     if number >= 1 << 30:
         return f"{number / (1 << 30):.2f} GiB"

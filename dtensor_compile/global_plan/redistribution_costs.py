@@ -19,7 +19,7 @@ from dtensor_compile.compat.dtensor.specs import StridedShard
 from dtensor_compile.errors import PlanError
 from dtensor_compile.global_plan.candidates import sharded_dim
 from dtensor_compile.ir.spec import placement_text
-from dtensor_compile.planner.search import Step, plan
+from dtensor_compile.planner.search import Step, cheapest_plan
 from dtensor_compile.planner.step_costs import seconds
 from dtensor_compile.topology.network import Network
 
@@ -119,7 +119,7 @@ class RedistributionCosts:
         side = math.prod(self.mesh_shape)
         shape = (*[side] * dims, max(1, magnitude // (_ITEMSIZE * side**dims)))
         try:
-            return plan(source, target, self.mesh_shape, shape, _ITEMSIZE, network=self.network), (
+            return cheapest_plan(source, target, self.mesh_shape, shape, _ITEMSIZE, network=self.network), (
                 _ITEMSIZE * math.prod(shape)
             )
         except PlanError:

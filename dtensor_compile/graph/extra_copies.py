@@ -20,7 +20,7 @@ import torch
 
 from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.graph.arguments import value_of
-from dtensor_compile.graph.nodes import communicates, is_redistribution, read
+from dtensor_compile.graph.nodes import communicates, is_redistribution, redistribution_of
 from dtensor_compile.graph.operator_traits import LAYOUT_COPIES, LIBRARY_KERNELS, VIEWS
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
@@ -42,7 +42,7 @@ def is_outside(node: torch.fx.Node) -> bool:
 
 def sends(node: torch.fx.Node) -> bool:
     """Whether a redistribute node turns into a collective."""
-    this, itemsize = read(node), value_of(node).element_size()
+    this, itemsize = redistribution_of(node), value_of(node).element_size()
     return any(step.sends for step in plan_of(this.source, this.target, parse_mesh(this.mesh), this.sizes, itemsize))
 
 

@@ -54,13 +54,13 @@ def mark_local_tensors() -> Iterator[None]:
     """While active, nodes that this thread traces get marks."""
     token = _marks.set({})
     try:
-        with locals_hook(mark):
+        with locals_hook(mark_node):
             yield
     finally:
         _marks.reset(token)
 
 
-def mark(local: torch.Tensor, spec: Spec) -> None:
+def mark_node(local: torch.Tensor, spec: Spec) -> None:
     """Notes the global form of a local tensor in its node."""
     made = _marks.get()
     node = node_of(local) if made is not None else None

@@ -1,7 +1,7 @@
 """New nodes: a call, metadata inherited from the replaced node, and a fake value.
 
-`dtensor_compile.graph.nodes.call` is the one for passes over redistribute nodes, which also determines in which of the
-two graphs a node runs.
+`dtensor_compile.graph.nodes.call_before` is the one for passes over redistribute nodes, which also determines in which
+of the two graphs a node runs.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def communicates(target: Any) -> bool:
     return getattr(target, "namespace", None) in COMMUNICATES and target not in HOLDS
 
 
-def read(node: torch.fx.Node) -> RedistributeNode:
+def redistribution_of(node: torch.fx.Node) -> RedistributeNode:
     """Arguments of a redistribute node."""
     source, target, mesh = (const_arg(node, place, str) for place in (1, 2, 3))
     return RedistributeNode(node_arg(node, 0), source, target, mesh, tuple(list_arg(node, 4)))
@@ -148,7 +148,7 @@ class Cost(NamedTuple):
 OVER_BUDGET = Cost(1 << 40, 1 << 60)
 
 
-def cost(this: RedistributeNode, itemsize: int) -> Cost:
+def redistribution_cost(this: RedistributeNode, itemsize: int) -> Cost:
     """Cost of a redistribution of elements of `itemsize` bytes; symbolic sizes count with their hints.
 
     Raises:
@@ -163,7 +163,7 @@ def cost(this: RedistributeNode, itemsize: int) -> Cost:
 
 def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
     """Total cost of redistribute nodes."""
-    each = [cost(read(node), value_of(node).element_size()) for node in nodes]
+    each = [redistribution_cost(redistribution_of(node), value_of(node).element_size()) for node in nodes]
     return Cost(sum(c.collectives for c in each), sum(c.bytes for c in each))
 
 
@@ -173,7 +173,7 @@ def has_even_shards(node: torch.fx.Node) -> bool:
 
     A symbolic size counts with its hint, which is all that a rank knows of it while it compiles.
     """
-    this = read(node)
+    this = redistribution_of(node)
     shape, mesh_shape = size_hints(this.sizes), parse_mesh(this.mesh).shape
     return all(cuts_evenly(parse_spec(spec), mesh_shape, shape) for spec in (this.source, this.target))
 
@@ -182,12 +182,12 @@ def has_even_shards(node: torch.fx.Node) -> bool:
 _WHEN = ("partitioner_tag", "recompute", "ac_graph_id")
 
 
-def when(node: torch.fx.Node) -> tuple[Any, ...]:
+def runs_when(node: torch.fx.Node) -> tuple[Any, ...]:
     """The graph in which a node runs, and whether it is recomputed: nodes that are merged have to agree."""
     return tuple(node.meta.get(key) for key in _WHEN)
 
 
-def call(
+def call_before(
     target: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
@@ -210,12 +210,12 @@ def call(
 def zeros(shape: list[int], value: torch.Tensor, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
     """A new node in front of `before` of zeros with the dtype and device of `value`; a number for the shape ``[]``."""
     options = {"dtype": value.dtype, "layout": value.layout, "device": value.device, "pin_memory": False}
-    return call(torch.ops.aten.full.default, (shape, 0), options, like=like, before=before)
+    return call_before(torch.ops.aten.full.default, (shape, 0), options, like=like, before=before)
 
 
 def redistribute(this: RedistributeNode, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
     """A new redistribute node in front of `before`, which inherits from `like`."""
-    return call(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)
+    return call_before(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)
 
 
 #: Frames that stand between the user's line and a node: torch's, and those of annotations (`spmd`).

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
-from dtensor_compile.graph.nodes import is_redistribution, read
+from dtensor_compile.graph.nodes import is_redistribution, redistribution_of
 from dtensor_compile.graph.operator_traits import IDENTITIES, SIZES_FOLLOW, SUMS, is_pointwise
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
@@ -69,7 +69,7 @@ def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def mark_of(node: Any) -> Mark | None:
     """The global form of a node; None if unknown."""
     if is_redistribution(node):
-        this = read(node)
+        this = redistribution_of(node)
         return Mark(this.target, this.mesh, this.shape) if all(type(size) is int for size in this.shape) else None
     return node.meta.get(MARK) if isinstance(node, torch.fx.Node) else None
 

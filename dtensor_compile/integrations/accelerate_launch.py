@@ -44,7 +44,7 @@ def launch(arguments: Sequence[str]) -> None:
     launch_command(parsed)
 
 
-def run(kind: str, script: str, arguments: Sequence[str]) -> None:
+def run_script(kind: str, script: str, arguments: Sequence[str]) -> None:
     """Runs a script, or a module, as ``python script arguments`` does, with the backend's names known to accelerate."""
     enable()
     sys.argv = [script, *arguments]
@@ -57,7 +57,7 @@ def run(kind: str, script: str, arguments: Sequence[str]) -> None:
 
 def main() -> None:
     if sys.argv[1:2] in ([_SCRIPT], [_MODULE]):
-        run(sys.argv[1], sys.argv[2], sys.argv[3:])
+        run_script(sys.argv[1], sys.argv[2], sys.argv[3:])
     else:
         launch(sys.argv[1:])
 

@@ -17,7 +17,7 @@ import torch
 from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of, value_of
 from dtensor_compile.graph.node_costs import module_path
-from dtensor_compile.graph.nodes import across, read, redistributions, source_line
+from dtensor_compile.graph.nodes import across, redistribution_of, redistributions, source_line
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.ops.redistribute_across import across_plan_of
@@ -29,7 +29,7 @@ def check_memory(graph: torch.fx.Graph) -> None:
     if current_memory() is None:
         return
     for node in redistributions(graph):
-        this = read(node)
+        this = redistribution_of(node)
         _check(node, functools.partial(plan_of, this.source, this.target, parse_mesh(this.mesh)), this.sizes)
     for node in across(graph):
         source, target, mesh, other = (const_arg(node, place, str) for place in range(1, 5))

@@ -17,7 +17,7 @@ from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.compat.dtensor.specs import Shard, StridedShard
 from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.node_builder import add_call, inherited
-from dtensor_compile.graph.nodes import is_redistribution, read
+from dtensor_compile.graph.nodes import is_redistribution, redistribution_of
 from dtensor_compile.graph.operator_traits import CASTS, RESHAPES, VIEWS, is_pointwise
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.ops.redistribute import redistribute_op
@@ -93,7 +93,7 @@ class ChunkOrder:
 
     def _redistribute(self, node: torch.fx.Node, rest: list[int]) -> None:
         """Computes a redistribution of dims behind the rows in order, as it acts row by row."""
-        this = read(node)
+        this = redistribution_of(node)
         first = value_of(this.local).dim() - len(self.rest(this.local) or [])
         placements = [parse_spec(text) for text in (this.source, this.target)]
         cut = [p for p in (*placements[0], *placements[1]) if isinstance(p, (Shard, StridedShard))]

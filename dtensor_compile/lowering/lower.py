@@ -27,7 +27,16 @@ from dtensor_compile.errors import PlanError
 from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes_of, value_of
 from dtensor_compile.graph.inline_subgraph import cut_out, inline, without_values
 from dtensor_compile.graph.node_builder import add_call
-from dtensor_compile.graph.nodes import ACROSS, RECORDED_AS, across, cost, describe, read, redistributions, source_line
+from dtensor_compile.graph.nodes import (
+    ACROSS,
+    RECORDED_AS,
+    across,
+    describe,
+    redistribution_cost,
+    redistribution_of,
+    redistributions,
+    source_line,
+)
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.expand import local_shape
@@ -140,7 +149,7 @@ def _bytes_sent(node: torch.fx.Node) -> int | None:
     if node.target is not redistribute_op:
         return None
     try:
-        return cost(read(node), value_of(node).element_size()).bytes
+        return redistribution_cost(redistribution_of(node), value_of(node).element_size()).bytes
     except PlanError:
         return None
 
@@ -153,7 +162,7 @@ def _make_sizes_static(node: torch.fx.Node) -> None:
 
     The collective then has these sizes, by which it can be merged.
     """
-    this = read(node)
+    this = redistribution_of(node)
     value = this.local.meta["val"]
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(my_rank())

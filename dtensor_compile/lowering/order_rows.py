@@ -34,7 +34,7 @@ from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.extra_copies import bytes_of, is_outside, is_standalone, readers
-from dtensor_compile.graph.nodes import has_even_shards, read, redistributions, source_line
+from dtensor_compile.graph.nodes import has_even_shards, redistribution_of, redistributions, source_line
 from dtensor_compile.graph.operator_traits import RESHAPES, VIEWS, transposes
 from dtensor_compile.graph.rank_uniformity import nodes_of_equal_sizes
 from dtensor_compile.ir.mesh import parse_mesh
@@ -70,7 +70,7 @@ def rows_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
         because: the reason to leave all of them alone; empty if only those of uneven or symbolic sizes are.
     """
     for node in redistributions(graph):
-        this = read(node)
+        this = redistribution_of(node)
         _, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
         reason = because or why_sizes_do_not_fit(node)
         if 0 < dim < len(this.shape) - 1 and reason and (copied := _copied_for(node)):
@@ -80,7 +80,7 @@ def rows_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
 
 def why_sizes_do_not_fit(node: torch.fx.Node) -> str:
     """The reason why the sizes of a redistribution prevent another layout; empty if they do not."""
-    shape = [str(size) if isinstance(size, torch.fx.Node) else size for size in read(node).shape]
+    shape = [str(size) if isinstance(size, torch.fx.Node) else size for size in redistribution_of(node).shape]
     if not all(isinstance(size, int) for size in (*shape, *value_of(node).shape)):
         return "sizes are symbolic"
     return "" if has_even_shards(node) else f"{shape} is cut unevenly, and ranks have different sizes"
@@ -88,7 +88,7 @@ def why_sizes_do_not_fit(node: torch.fx.Node) -> str:
 
 def rows_of(node: torch.fx.Node) -> Rows | None:
     """The rows of a redistribution that gathers or scatters them; None for any other."""
-    this, value = read(node), node.meta["val"]
+    this, value = redistribution_of(node), node.meta["val"]
     if why_sizes_do_not_fit(node):
         return None
     mesh_dim, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
@@ -139,7 +139,7 @@ def _copied(graph: torch.fx.Graph, counts: Callable[[torch.fx.Node], bool]) -> i
 
 def _copied_for(node: torch.fx.Node) -> int:
     """Bytes of the standalone copy in the lowered form of a gather or a reduce_scatter."""
-    local = read(node).local
+    local = redistribution_of(node).local
     gathers = bytes_of(node) > bytes_of(local)
     if gathers and any(map(is_outside, readers(node))):
         return bytes_of(node)
@@ -150,7 +150,7 @@ def _sends_in_order(node: torch.fx.Node) -> bool:
     """Whether a redistribution sends or receives in the layout of the program: chunk after chunk, or it is not a
     gather.
     """
-    this, value = read(node), node.meta["val"]
+    this, value = redistribution_of(node), node.meta["val"]
     _, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
     return not all(isinstance(size, int) for size in value.shape) or math.prod(value.shape[:dim]) == 1
 
@@ -179,7 +179,7 @@ class _Order(ChunkOrder):
         for node in nodes:
             if node.target is not redistribute_op or rows_of(node) != self.rows:
                 self.follow(node)
-            elif _gathers(read(node).source, self._mesh_dim(node)):
+            elif _gathers(redistribution_of(node).source, self._mesh_dim(node)):
                 self._gather(node)
                 decisions.append(self._decision(node))
             else:
@@ -188,7 +188,7 @@ class _Order(ChunkOrder):
             if node.target is aten.mm.default:
                 self._sum_over_rows(node)
         for node in scatters:
-            if self._hoist(read(node).local):
+            if self._hoist(redistribution_of(node).local):
                 self._scatter(node)
                 decisions.append(self._decision(node))
         self._read_natural(nodes)
@@ -207,17 +207,17 @@ class _Order(ChunkOrder):
             f"rows stay in the order of the collective, {self.rows.chunks} chunks; their permutation is part of "
             "another kernel"
         )
-        return Decision("order_rows", source_line(node), reason, str(read(node)), "the same over chunks")
+        return Decision("order_rows", source_line(node), reason, str(redistribution_of(node)), "the same over chunks")
 
     def _mesh_dim(self, node: torch.fx.Node) -> int:
-        this = read(node)
+        this = redistribution_of(node)
         found = moved(this.source, this.target, parse_mesh(this.mesh).shape)
         assert found is not None
         return found[0]
 
     def _over_chunks(self, node: torch.fx.Node) -> tuple[str, str, list[int]]:
         """Specs and shape of the redistribution over a new first dim, the dim of the chunks."""
-        this = read(node)
+        this = redistribution_of(node)
         found = moved(this.source, this.target, parse_mesh(this.mesh).shape)
         assert found is not None
         mesh_dim, dim = found
@@ -233,7 +233,7 @@ class _Order(ChunkOrder):
 
     def _gather(self, node: torch.fx.Node) -> None:
         source, target, shape = self._over_chunks(node)
-        this = read(node)
+        this = redistribution_of(node)
         local = self.call(node, node, aten.unsqueeze.default, this.local, 0)
         whole = self.call(node, node, redistribute_op, local, source, target, this.mesh, shape)
         rest = self.rest(node)
@@ -243,7 +243,7 @@ class _Order(ChunkOrder):
 
     def _scatter(self, node: torch.fx.Node) -> None:
         source, target, shape = self._over_chunks(node)
-        this = read(node)
+        this = redistribution_of(node)
         value = this.local.meta["val"]
         dim = len(shape) - 1 - len(self.rest(this.local) or [])
         local = [self.rows.chunks, *value.shape[: dim - 1], self.rows.length, *value.shape[dim:]]

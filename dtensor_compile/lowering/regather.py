@@ -29,7 +29,7 @@ from dtensor_compile.compat.distributed.functional_collectives import (
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import value_of
-from dtensor_compile.graph.nodes import read, redistributions, source_line
+from dtensor_compile.graph.nodes import redistribution_of, redistributions, source_line
 from dtensor_compile.graph.operator_traits import CASTS, is_view
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
@@ -81,7 +81,7 @@ def regather(graph: torch.fx.Graph, wanted: Regather | None) -> list[Decision]:
             f"{gather.bytes:,} bytes on each rank, {gather.seconds * 1e6:.0f} us to gather again; regather={wanted!r}"
         )
         after = "kept for backward" if gather in kept else "gathered again in backward"
-        decisions.append(Decision("regather", source_line(first), reason, str(read(first)), after))
+        decisions.append(Decision("regather", source_line(first), reason, str(redistribution_of(first)), after))
     return decisions
 
 
@@ -100,7 +100,7 @@ def _gathers(graph: torch.fx.Graph) -> Iterator[_Gather]:
     for node in redistributions(graph):
         if traced_in_backward(node) or "val" not in node.meta:
             continue
-        this, itemsize = read(node), value_of(node).element_size()
+        this, itemsize = redistribution_of(node), value_of(node).element_size()
         layout, shape = parse_mesh(this.mesh), this.sizes
         source, target = parse_spec(this.source), parse_spec(this.target)
         steps = plan_of(this.source, this.target, layout, shape, itemsize)

@@ -29,7 +29,14 @@ from dtensor_compile.compat.dtensor.specs import Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.extra_copies import bytes_of
-from dtensor_compile.graph.nodes import RedistributeNode, call, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.nodes import (
+    RedistributeNode,
+    call_before,
+    redistribute,
+    redistribution_of,
+    redistributions,
+    source_line,
+)
 from dtensor_compile.graph.operator_traits import SHAPE_VIEWS, transposes
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
@@ -42,7 +49,7 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
     """Gathers and scatters the columns of matrices of `graph` as rows of their transposes."""
     decisions = list(columns_left(graph))
     for node in redistributions(graph):
-        this = read(node)
+        this = redistribution_of(node)
         if not _sends_columns(node) or why_sizes_do_not_fit(node) or not value_of(node).numel():
             continue
         gathers = _gathers(node)
@@ -69,28 +76,28 @@ def columns_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]
         reason = because or why_sizes_do_not_fit(node)
         if not reason or not _sends_columns(node):
             continue
-        local = read(node).local
+        local = redistribution_of(node).local
         if _is_read_by_matmuls(node) if _gathers(node) else _made_by_matmul(local)[0] is not None:
-            reason, text = f"its columns are copied whole: {reason}", str(read(node))
+            reason, text = f"its columns are copied whole: {reason}", str(redistribution_of(node))
             copied = max(bytes_of(node), bytes_of(local))
             yield Decision("send_transposed", source_line(node), reason, text, text, left_alone=True, bytes=copied)
 
 
 def _sends_columns(node: torch.fx.Node) -> bool:
     """Whether a redistribution gathers or reduce-scatters the columns of a matrix."""
-    this = read(node)
+    this = redistribution_of(node)
     return len(this.shape) == 2 and (moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0))[1] == 1
 
 
 def _gathers(node: torch.fx.Node) -> bool:
-    return bytes_of(node) > bytes_of(read(node).local)
+    return bytes_of(node) > bytes_of(redistribution_of(node).local)
 
 
 def _gather(node: torch.fx.Node, this: RedistributeNode) -> str:
-    sent = call(aten.permute.default, (this.local, [1, 0]), like=node, before=node)
+    sent = call_before(aten.permute.default, (this.local, [1, 0]), like=node, before=node)
     whole = redistribute(_transposed(this, sent), like=node, before=node)
-    node.replace_all_uses_with(call(aten.permute.default, (whole, [1, 0]), like=node, before=node))
-    return str(read(whole))
+    node.replace_all_uses_with(call_before(aten.permute.default, (whole, [1, 0]), like=node, before=node))
+    return str(redistribution_of(whole))
 
 
 def _scatter(node: torch.fx.Node, this: RedistributeNode) -> str | None:
@@ -98,14 +105,16 @@ def _scatter(node: torch.fx.Node, this: RedistributeNode) -> str | None:
     if matmul is None:
         return None
     if not flipped:
-        left, right = (call(aten.permute.default, (factor, [1, 0]), like=matmul, before=node) for factor in matmul.args)
-        matmul = call(aten.mm.default, (right, left), like=matmul, before=node)
+        left, right = (
+            call_before(aten.permute.default, (factor, [1, 0]), like=matmul, before=node) for factor in matmul.args
+        )
+        matmul = call_before(aten.mm.default, (right, left), like=matmul, before=node)
     part = redistribute(_transposed(this, matmul), like=node, before=node)
-    back = call(aten.permute.default, (part, [1, 0]), like=node, before=node)
+    back = call_before(aten.permute.default, (part, [1, 0]), like=node, before=node)
     node.replace_all_uses_with(
-        call(aten.clone.default, (back,), {"memory_format": torch.contiguous_format}, like=node, before=node)
+        call_before(aten.clone.default, (back,), {"memory_format": torch.contiguous_format}, like=node, before=node)
     )
-    return str(read(part))
+    return str(redistribution_of(part))
 
 
 def _transposed(this: RedistributeNode, local: torch.fx.Node) -> RedistributeNode:

@@ -31,7 +31,7 @@ from dtensor_compile.compat.aot.random_state import without_state
 from dtensor_compile.compat.emulation.emulated_gpu import emulated
 from dtensor_compile.compat.emulation.emulated_inductor import Hooks, Watch
 from dtensor_compile.compat.inductor.triton import Binary, compile_kernel, driver_for, load_kernel
-from dtensor_compile.topology.files import gpu as gpu_named
+from dtensor_compile.topology.files import find_gpu
 from dtensor_compile.topology.gpus import Gpu
 
 
@@ -254,7 +254,7 @@ def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
         TopologyError: there is neither, or the file does not describe a GPU.
         OfflineError: Triton or a C++ compiler is missing, or a device is emulated already.
     """
-    gpu = gpu_named(name)
+    gpu = find_gpu(name)
     with driver_for(gpu):
         made = EmulatedDevice(gpu)
         with emulated(gpu, Hooks(made._kernel, made._graph, made._operator, made._resized, made._read)):

@@ -31,12 +31,12 @@ from dtensor_compile.errors import PlanError
 from dtensor_compile.ir.mesh import MeshLayout
 from dtensor_compile.ir.spec import placement_text, spec_text
 from dtensor_compile.ops.expand import RankPlace, canonical, expand
-from dtensor_compile.ops.rearrange import Boxes, Held, exchange_boxes, take
+from dtensor_compile.ops.rearrange import Boxes, Held, exchange_boxes, take_part
 from dtensor_compile.planner import shard_intervals as shards
 from dtensor_compile.planner.exchange import REDUCES, overlap, serve
-from dtensor_compile.planner.memory import exchanged, peak
+from dtensor_compile.planner.memory import exchanged, peak_elements
 from dtensor_compile.planner.problem import State, Step
-from dtensor_compile.planner.search import checked, collectives, largest_target, over_budget, plan
+from dtensor_compile.planner.search import cheapest_plan, checked, collectives, largest_target, over_budget
 from dtensor_compile.planner.step_costs import local_elements
 
 
@@ -200,9 +200,9 @@ def _candidates(
     start: State, goal: State, source_mesh: MeshLayout, target_mesh: MeshLayout, shape: tuple[int, ...], itemsize: int
 ) -> Iterator[Across]:
     for middle in _middles(start, len(shape)):
-        steps = plan(spec_text(start), spec_text(middle), source_mesh.shape, shape, itemsize)
+        steps = cheapest_plan(spec_text(start), spec_text(middle), source_mesh.shape, shape, itemsize)
         exchange = _exchange(middle, goal, source_mesh, target_mesh, shape)
-        before = peak(steps, source_mesh.shape, shape)
+        before = peak_elements(steps, source_mesh.shape, shape)
         yield Across(steps, middle, goal, exchange, max(before.most, before.kept + exchange.held))
 
 
@@ -291,7 +291,7 @@ def expand_across(
         return absent(x, shape)
     if has is None:
         return x.new_empty([shards.length(needs[d]) for d in range(len(shape))])  # it needs no element
-    return canonical(take(x, needs, has))
+    return canonical(take_part(x, needs, has))
 
 
 def absent(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from dtensor_compile.ops.c10d import define
 
 
 def _hold(grad: torch.Tensor, holder: torch.Tensor, index: int, placements: str, order: int) -> torch.Tensor:
-    fsdp_gradients.hold(int(holder), index, grad, parse_spec(placements) if placements else ())
+    fsdp_gradients.add_to_held(int(holder), index, grad, parse_spec(placements) if placements else ())
     return torch.empty(0)
 
 

@@ -106,7 +106,9 @@ class _Rearrangement:
 
     def slice(self, x: torch.Tensor) -> torch.Tensor:
         if all(isinstance(self.shape[d], int) for d in self.dims):
-            return take(x, self.held(self.step.after, self.place.rank), self.held(self.step.before, self.place.rank))
+            return take_part(
+                x, self.held(self.step.after, self.place.rank), self.held(self.step.before, self.place.rank)
+            )
         from dtensor_compile.ops.expand import shard_range
 
         for i in self.step.changed:  # from left to right, each cuts what the others left
@@ -281,7 +283,7 @@ def exchange_boxes(
     return functools.reduce(_ADD[reduce_op], summed) if reduce_op else summed[0]
 
 
-def take(x: torch.Tensor, wanted: Held, has: Held) -> torch.Tensor:
+def take_part(x: torch.Tensor, wanted: Held, has: Held) -> torch.Tensor:
     """A copy of the part `wanted` of the tensor that this rank holds."""
     return _take(x, wanted, has).clone()
 

@@ -29,7 +29,7 @@ from dtensor_compile.ir.rank_free import is_rank_free
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.expand import RankPlace, canonical, expand, local_shape
 from dtensor_compile.planner.problem import Step
-from dtensor_compile.planner.search import plan
+from dtensor_compile.planner.search import cheapest_plan
 from dtensor_compile.topology.network import current_memory, network_of
 
 _library = torch.library.Library("dtensor_compile", "DEF")
@@ -53,7 +53,7 @@ def plan_of(
     """
     sizes, memory = size_hints(shape), current_memory() if bounded else None
     known, network = divisors(shape), network_of(layout)
-    return plan(source, target, layout.shape, sizes, itemsize, network=network, divisors=known, memory=memory)
+    return cheapest_plan(source, target, layout.shape, sizes, itemsize, network=network, divisors=known, memory=memory)
 
 
 def _my_rank() -> int:

@@ -37,7 +37,7 @@ from torch.fx.node import map_arg
 from dtensor_compile.compat.dtensor.specs import Partial, Shard
 from dtensor_compile.compat.pytree import tree_map
 from dtensor_compile.graph.arguments import function_of, value_of
-from dtensor_compile.graph.nodes import call
+from dtensor_compile.graph.nodes import call_before
 from dtensor_compile.graph.operator_traits import CASTS, IDENTITIES, SIZED_VIEWS, is_pointwise
 from dtensor_compile.ir.mesh import MeshLayout
 from dtensor_compile.passes.global_tensor import Global, Placements, Shape
@@ -83,7 +83,7 @@ def has_numbers(node: torch.fx.Node) -> bool:
     return any(isinstance(value, (int, float, complex)) for value in found)
 
 
-def form(
+def form_of(
     node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None = None
 ) -> Form | None:
     """The form in which `node` runs on operands that are `given`; None if there is none.
@@ -124,7 +124,7 @@ def _matching(have: Placements, strategies: Iterable[Strategy]) -> Iterator[Stra
     yield from (s for s in strategies if all(a == b or a == R and isinstance(b, Shard) for a, b in zip(have, s[0])))
 
 
-def run(
+def run_on_locals(
     node: torch.fx.Node,
     operands: Sequence[torch.fx.Node],
     results: Sequence[Global],
@@ -141,14 +141,14 @@ def run(
     if node.target in SIZED_VIEWS:
         local = args[0]
         if not value_of(local).is_contiguous():
-            local = call(
+            local = call_before(
                 aten.clone.default, (local,), {"memory_format": torch.contiguous_format}, like=node, before=before
             )
         args = (local, results[0].local_shape(layout, coordinate))
     elif node.target is aten.expand.default:
         args = (args[0], results[0].local_shape(layout, coordinate), *args[2:])
     mark = results[0].mark(layout) if isinstance(node.meta["val"], torch.Tensor) else None
-    return call(function_of(node), args, kwargs, like=node, before=before, mark=mark)
+    return call_before(function_of(node), args, kwargs, like=node, before=before, mark=mark)
 
 
 def is_reduction(node: torch.fx.Node) -> bool:

@@ -19,14 +19,14 @@ import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.copies import behind_copies, can_copy, replace_by_copy
-from dtensor_compile.graph.nodes import is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.nodes import is_redistribution, redistribution_of, redistributions, source_line
 
 
 def cancel_inverse_pairs(graph: torch.fx.Graph) -> list[Decision]:
     """Cancels identity and inverse redistributions in `graph`."""
     decisions = []
     for node in redistributions(graph):
-        this = read(node)
+        this = redistribution_of(node)
         if "P(" in this.source + this.target:
             continue
         if this.source == this.target:
@@ -35,7 +35,7 @@ def cancel_inverse_pairs(graph: torch.fx.Graph) -> list[Decision]:
             inner = behind_copies(this.local)
             if not is_redistribution(inner):
                 continue
-            previous = read(inner)
+            previous = redistribution_of(inner)
             if (previous.source, previous.target) != (this.target, this.source):
                 continue
             if (previous.mesh, previous.shape) != (this.mesh, this.shape):

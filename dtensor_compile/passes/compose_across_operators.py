@@ -21,14 +21,14 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
-    cost,
     cost_of,
     is_redistribution,
-    read,
     redistribute,
+    redistribution_cost,
+    redistribution_of,
     redistributions,
+    runs_when,
     source_line,
-    when,
 )
 from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.unary_chain import chain
@@ -43,20 +43,20 @@ def compose_across_operators(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _compose(node: torch.fx.Node) -> Decision | None:
-    this = read(node)
+    this = redistribution_of(node)
     inner, between = this.local, list[torch.fx.Node]()
     while not is_redistribution(inner):
         if (
             len(between) == LONGEST
             or len(inner.users) != 1
             or len(inner.all_input_nodes) != 1
-            or when(inner) != when(node)
+            or runs_when(inner) != runs_when(node)
         ):
             return None
         between.insert(0, inner)
         inner = inner.all_input_nodes[0]
-    first = read(inner)
-    if not between or len(inner.users) != 1 or when(inner) != when(node) or first.mesh != this.mesh:
+    first = redistribution_of(inner)
+    if not between or len(inner.users) != 1 or runs_when(inner) != runs_when(node) or first.mesh != this.mesh:
         return None
     if not (adds_no_partial(first.source, first.target) and adds_no_partial(this.source, this.target)):
         return None
@@ -67,7 +67,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     if not adds_no_partial(held.spec, this.target):
         return None
     direct = this._replace(source=held.spec)
-    after, before = cost(direct, value_of(node).element_size()), cost_of([inner, node])
+    after, before = redistribution_cost(direct, value_of(node).element_size()), cost_of([inner, node])
     if not after.is_less(before):
         return None
     where, text = source_line(node), f"{first}->{this}"

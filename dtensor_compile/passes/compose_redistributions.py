@@ -23,11 +23,11 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
 from dtensor_compile.graph.nodes import (
-    cost,
     cost_of,
     is_redistribution,
-    read,
     redistribute,
+    redistribution_cost,
+    redistribution_of,
     redistributions,
     source_line,
 )
@@ -46,16 +46,18 @@ def compose_redistributions(graph: torch.fx.Graph) -> list[Decision]:
             continue
         if is_redistribution(node):
             where = source_line(node)
-            decisions.append(Decision("compose_redistributions", where, "nobody reads it", str(read(node)), "nothing"))
+            decisions.append(
+                Decision("compose_redistributions", where, "nobody reads it", str(redistribution_of(node)), "nothing")
+            )
         graph.erase_node(node)
     return decisions
 
 
 def _compose(node: torch.fx.Node) -> Decision | None:
-    this, inner = read(node), behind_copies(read(node).local)
+    this, inner = redistribution_of(node), behind_copies(redistribution_of(node).local)
     if not is_redistribution(inner):
         return None
-    first = read(inner)
+    first = redistribution_of(inner)
     if (first.target, first.mesh, first.shape) != (this.source, this.mesh, this.shape):
         return None
     if not (adds_no_partial(first.source, first.target) and adds_no_partial(this.source, this.target)):
@@ -63,7 +65,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     direct = this._replace(local=first.local, source=first.source)
     itemsize = value_of(node).element_size()
     goes = _is_only_reader(node, inner)
-    before, after = cost_of([inner, node] if goes else [node]), cost(direct, itemsize)
+    before, after = cost_of([inner, node] if goes else [node]), redistribution_cost(direct, itemsize)
     if not (after.is_less(before) or after == before and goes):
         return None
     where, text = source_line(node), f"{first}->{this.target}"

@@ -35,14 +35,14 @@ from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import behind_copies, is_same_view, replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
-    call,
-    cost,
+    call_before,
     cost_of,
-    read,
     redistribute,
+    redistribution_cost,
+    redistribution_of,
     redistributions,
+    runs_when,
     source_line,
-    when,
     zeros,
 )
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, sizes_differ
@@ -80,7 +80,7 @@ class LookedUpTable:
     @classmethod
     def of(cls, node: torch.fx.Node) -> LookedUpTable | None:
         """The table of a redistribution; None for other redistributions."""
-        this = read(node)
+        this = redistribution_of(node)
         layout = parse_mesh(this.mesh)
         coordinate = layout.coordinate(dist.get_rank())
         source, target = (Global.of(spec, this.shape) for spec in (this.source, this.target))
@@ -136,7 +136,7 @@ def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
                 "some shards of the graph are uneven, and ranks may look up different numbers of rows",
                 str(table.this),
             )
-            sent = cost(table.this, value_of(node).element_size()).bytes
+            sent = redistribution_cost(table.this, value_of(node).element_size()).bytes
             yield Decision("exchange_rows", source_line(node), reason, text, text, left_alone=True, bytes=sent)
 
 
@@ -155,7 +155,7 @@ def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
         for lookup, n in zip(lookups, counts)
         if _found(table, lookup.args[1], gathered, lookup) is None
     }
-    after = _sent(table, wanted) + sum(cost(move, value_of(node).element_size()).bytes for move in moves)
+    after = _sent(table, wanted) + sum(redistribution_cost(move, value_of(node).element_size()).bytes for move in moves)
     if after >= cost_of([node]).bytes:
         return None
     where, before = source_line(node), cost_of([node])
@@ -198,7 +198,7 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
     if isinstance(made, torch.fx.Node) and made.target is _CONVERT:
         dtype, made = made.args[1], behind_copies(made.args[0])
     terms = Terms.of(made)
-    if terms is None or not all(when(n) == when(node) for n in (made, this.local)):
+    if terms is None or not all(runs_when(n) == runs_when(node) for n in (made, this.local)):
         return None
     values, indices = terms.values, terms.indices
     n = _count(indices)
@@ -208,7 +208,9 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
     wanted = {indices: n} if _found(table, indices, gathered, node) is None else {}
     after = (
         _sent(table, wanted)
-        + cost(table.between(values, Shard(0), Replicate(), whole), value_of(values).element_size()).bytes
+        + redistribution_cost(
+            table.between(values, Shard(0), Replicate(), whole), value_of(values).element_size()
+        ).bytes
     )
     before = cost_of([node])
     if after >= before.bytes:
@@ -284,7 +286,7 @@ def _sent(table: LookedUpTable, counts: dict[Any, int]) -> int:
         (table.between(i, Shard(0), Replicate(), (table.ranks * n,)), value_of(i).element_size())
         for i, n in counts.items()
     )
-    return sum(cost(move, size).bytes for move, size in each)
+    return sum(redistribution_cost(move, size).bytes for move, size in each)
 
 
 def _found(table: LookedUpTable, indices: Any, gathered: Gathered, before: torch.fx.Node) -> torch.fx.Node | None:
@@ -323,7 +325,7 @@ def _own(table: LookedUpTable, indices: torch.fx.Node, before: torch.fx.Node) ->
 
 
 def _call(before: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-    return call(target, args, kwargs, like=before, before=before)
+    return call_before(target, args, kwargs, like=before, before=before)
 
 
 def _zero(before: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:

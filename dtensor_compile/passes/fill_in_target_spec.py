@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.copies import behind_copies, replace
-from dtensor_compile.graph.nodes import call, read, redistributions, source_line
+from dtensor_compile.graph.nodes import call_before, redistribution_of, redistributions, source_line
 from dtensor_compile.graph.rank_uniformity import mark_of
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.passes.global_tensor import Global
@@ -45,7 +45,7 @@ def make_in_place(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _make(node: torch.fx.Node) -> Decision | None:
-    this = read(node)
+    this = redistribution_of(node)
     local = behind_copies(this.local)
     mark = mark_of(local)
     if local.target not in _FILLED or mark is None or (mark.spec, mark.mesh) != (this.source, this.mesh):
@@ -62,7 +62,9 @@ def _make(node: torch.fx.Node) -> Decision | None:
     made = node.meta["val"]
     options = {"dtype": made.dtype, "layout": made.layout, "device": made.device, "pin_memory": False}
     where = source_line(node)
-    new = call(aten.full.default, (target.local_shape(layout, coordinate), value), options, like=node, before=node)
+    new = call_before(
+        aten.full.default, (target.local_shape(layout, coordinate), value), options, like=node, before=node
+    )
     if not replace(node, new):
         return None
     return Decision("make_in_place", where, f"each element is {value}", str(this), f"made as {this.target}")

@@ -26,14 +26,14 @@ from dtensor_compile.graph.arguments import const_arg, value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
-    call,
-    cost,
+    call_before,
     cost_of,
-    read,
     redistribute,
+    redistribution_cost,
+    redistribution_of,
     redistributions,
+    runs_when,
     source_line,
-    when,
     zeros,
 )
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
@@ -52,7 +52,7 @@ def look_up_before_sending(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _look_up(node: torch.fx.Node) -> Decision | None:
-    this = read(node)
+    this = redistribution_of(node)
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(dist.get_rank())
     source, target = (Global.of(spec, this.shape) for spec in (this.source, this.target))
@@ -60,7 +60,7 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
         source is None
         or target is None
         or coordinate is None
-        or not all(when(user) == when(node) for user in node.users)
+        or not all(runs_when(user) == runs_when(node) for user in node.users)
     ):
         return None
     changed = [i for i, (a, b) in enumerate(zip(source.placements, target.placements)) if a != b]
@@ -83,7 +83,7 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
         RedistributeNode(this.local, owing, spec_text(target.placements), this.mesh, tuple(value_of(user).shape))
         for user in users
     ]
-    each = [cost(move, value_of(node).element_size()) for move in moves]
+    each = [redistribution_cost(move, value_of(node).element_size()) for move in moves]
     before = cost_of([node])
     if sum(c.collectives for c in each) > before.collectives or sum(c.bytes for c in each) >= before.bytes:
         return None
@@ -128,7 +128,7 @@ def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: 
     """The result of `user` on `local`, which has the rows `first` to ``first + size``, with zeros for other rows."""
 
     def make(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        return call(target, args, kwargs, like=user, before=user)
+        return call_before(target, args, kwargs, like=user, before=user)
 
     def zero_like(node: torch.fx.Node) -> torch.fx.Node:
         return zeros([], node.meta["val"], like=user, before=user)

@@ -26,13 +26,13 @@ from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import is_same_view, replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
-    call,
+    call_before,
     cost_of,
     is_redistribution,
-    read,
     redistribute,
+    redistribution_of,
+    runs_when,
     source_line,
-    when,
 )
 from dtensor_compile.graph.operator_traits import TWO_TERM_SUMS
 from dtensor_compile.graph.rank_uniformity import equal, has_same_shape, may_use_sizes
@@ -75,7 +75,7 @@ def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[
     pending = [(node, negative)]
     while pending:
         node, negative = pending.pop()
-        if node is root or len(node.users) == 1 and when(node) == when(root):
+        if node is root or len(node.users) == 1 and runs_when(node) == runs_when(root):
             inner.add(node)
             if _is_sum(node):
                 pending += [
@@ -102,8 +102,15 @@ def is_linear(this: RedistributeNode) -> bool:
 def _merge(root: torch.fx.Node, terms: list[Term]) -> list[Decision]:
     groups: dict[tuple, list[Term]] = {}
     for node, negative in terms:
-        if is_redistribution(node) and len(node.users) == 1 and when(node) == when(root) and is_linear(read(node)):
-            groups.setdefault((*read(node)[1:], value_of(read(node).local).dtype), []).append((node, negative))
+        if (
+            is_redistribution(node)
+            and len(node.users) == 1
+            and runs_when(node) == runs_when(root)
+            and is_linear(redistribution_of(node))
+        ):
+            groups.setdefault((*redistribution_of(node)[1:], value_of(redistribution_of(node).local).dtype), []).append(
+                (node, negative)
+            )
     merged = {node: group for group in groups.values() if len({n for n, _ in group}) > 1 for node, _ in group}
     merged = {node: group for node, group in merged.items() if cost_of([node]).bytes}
     if not merged:
@@ -115,11 +122,12 @@ def _merge(root: torch.fx.Node, terms: list[Term]) -> list[Decision]:
         if node in merged:
             nodes = list(dict.fromkeys(n for n, _ in merged[node]))
             done.update(nodes)
-            local = _sum([(read(n).local, sign) for n, sign in merged[node]], root)
-            one = redistribute(read(node)._replace(local=local), like=node, before=root)
+            local = _sum([(redistribution_of(n).local, sign) for n, sign in merged[node]], root)
+            one = redistribute(redistribution_of(node)._replace(local=local), like=node, before=root)
             reason = f"{len(nodes)} terms of one sum are sent as one: {cost_of(nodes)} become {cost_of([one])}"
             decisions += [
-                Decision("merge_sums", source_line(n), reason, str(read(n)), f"one with {node.name}") for n in nodes
+                Decision("merge_sums", source_line(n), reason, str(redistribution_of(n)), f"one with {node.name}")
+                for n in nodes
             ]
             node, negative = one, False
         total = _sum([(node, negative)] if total is None else [(total, False), (node, negative)], root)
@@ -131,7 +139,7 @@ def _sum(terms: list[Term], before: torch.fx.Node) -> torch.fx.Node:
     """The sum of the terms, from left to right."""
     total, negative = terms[0]
     if negative:
-        total = call(aten.neg.default, (total,), like=before, before=before)
+        total = call_before(aten.neg.default, (total,), like=before, before=before)
     for node, negative in terms[1:]:
-        total = call(aten.sub.Tensor if negative else aten.add.Tensor, (total, node), like=before, before=before)
+        total = call_before(aten.sub.Tensor if negative else aten.add.Tensor, (total, node), like=before, before=before)
     return total

@@ -28,7 +28,7 @@ _NEVER = 1 << 80
 _STAYS, _MOVES = 0, 1
 
 
-def cut(
+def cheapest_cut(
     region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int], held_bytes: int = 0
 ) -> frozenset[torch.fx.Node]:
     """The members of `part` that are held at the lowest cost; the smallest such set.

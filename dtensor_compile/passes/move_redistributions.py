@@ -22,11 +22,18 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.nodes import (
+    Cost,
+    cost_of,
+    is_redistribution,
+    redistribution_of,
+    redistributions,
+    source_line,
+)
 from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.global_tensor import Global
-from dtensor_compile.passes.minimum_cut import cut
-from dtensor_compile.passes.region import Region, grow
+from dtensor_compile.passes.minimum_cut import cheapest_cut
+from dtensor_compile.passes.region import Region, grow_region
 
 #: Weights of collectives and bytes: first bytes before collectives, then the other way round.
 _WEIGHTS = (lambda c: (c.bytes << 20) + c.collectives, lambda c: (c.collectives << 50) + c.bytes)
@@ -36,13 +43,13 @@ def move_redistributions(graph: torch.fx.Graph) -> list[Decision]:
     """Moves redistributions in `graph` to where they send the fewest bytes."""
     seeds: dict[str, dict[torch.fx.Node, Global]] = {}
     for node in redistributions(graph):
-        this = read(node)
+        this = redistribution_of(node)
         held = Global.of(this.source, this.shape) if adds_no_partial(this.source, this.target) else None
         if held is not None and Global.of(this.target, this.shape) is not None:
             seeds.setdefault(this.mesh, {})[node] = held
     decisions, before = [], cost_of(redistributions(graph))
     for mesh, held_in in seeds.items():
-        region = grow(graph, mesh, held_in)
+        region = grow_region(graph, mesh, held_in)
         if region is not None:
             for part in list(region.parts()):
                 decisions += _move(region, part)
@@ -57,7 +64,7 @@ def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
         return []
     best: tuple[Cost, frozenset[torch.fx.Node]] | None = None
     for weight in _WEIGHTS:
-        held = cut(region, part, weight)
+        held = cheapest_cut(region, part, weight)
         after = region.cost(part, held)
         if after is not None and after.is_less(before) and (best is None or after.is_less(best[0])):
             best = after, held
@@ -67,7 +74,7 @@ def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
     moved = [node for node in part if node in held and is_redistribution(node)]
     reason = f"{len(held) - len(moved)} operators run before: {after} are sent and not {before}"
     decisions = [
-        Decision("move_redistributions", source_line(node), reason, str(read(node)), "behind its readers")
+        Decision("move_redistributions", source_line(node), reason, str(redistribution_of(node)), "behind its readers")
         for node in moved
     ]
     region.rewrite(held)

@@ -21,13 +21,13 @@ from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
-    cost,
     cost_of,
-    read,
     redistribute,
+    redistribution_cost,
+    redistribution_of,
     redistributions,
+    runs_when,
     source_line,
-    when,
 )
 from dtensor_compile.passes.algebra import is_reduction
 from dtensor_compile.passes.compose_across_operators import LONGEST
@@ -41,23 +41,23 @@ def reduce_before_sending(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _reduce(node: torch.fx.Node) -> Decision | None:
-    this, last = read(node), node
+    this, last = redistribution_of(node), node
     behind: list[torch.fx.Node] = []
     while not (behind and is_reduction(last)):
-        if len(behind) == LONGEST or len(last.users) != 1 or when(last) != when(node):
+        if len(behind) == LONGEST or len(last.users) != 1 or runs_when(last) != runs_when(node):
             return None
         last = next(iter(last.users))
         if last.op != "call_function" or len(last.all_input_nodes) != 1:
             return None
         behind.append(last)
-    moved = chain(this, behind) if when(last) == when(node) else None
+    moved = chain(this, behind) if runs_when(last) == runs_when(node) else None
     if moved is None:
         return None
     held, wanted = moved.held, moved.wanted
     if held == wanted or not adds_no_partial(held.spec, wanted.spec):
         return None
     direct = RedistributeNode(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
-    after, before = cost(direct, value_of(last).element_size()), cost_of([node])
+    after, before = redistribution_cost(direct, value_of(last).element_size()), cost_of([node])
     if not after.is_less(before):
         return None
     where = source_line(node)

@@ -1,9 +1,9 @@
 """A region of a graph that can run on other local tensors; shared by the passes that move many redistributions.
 
-In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind
-them that can run on such results, by the algebra of ``algebra.py``, make a region: each of its nodes has a form in the
-graph, and one in which it could be held. Out: the cost (``minimum_cut.py`` minimizes it), and the rewritten graph
-(`Region.rewrite`).
+In: a graph, and redistributions with another spec in which their results could be left (`grow_region`). The operators
+behind them that can run on such results, by the algebra of ``algebra.py``, make a region: each of its nodes has a form
+in the graph, and one in which it could be held. Out: the cost (``minimum_cut.py`` minimizes it), and the rewritten
+graph (`Region.rewrite`).
 
 Sizes are those of global tensors, so that every rank finds the same minimum cut.
 """
@@ -22,11 +22,19 @@ import torch.distributed as dist
 from dtensor_compile.errors import PlanError
 from dtensor_compile.graph.arguments import const_arg, node_arg, value_of, values_of
 from dtensor_compile.graph.copies import can_be_dense, erase_dead, replace
-from dtensor_compile.graph.nodes import Cost, RedistributeNode, cost, is_redistribution, read, redistribute, when
+from dtensor_compile.graph.nodes import (
+    Cost,
+    RedistributeNode,
+    is_redistribution,
+    redistribute,
+    redistribution_cost,
+    redistribution_of,
+    runs_when,
+)
 from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.passes.algebra import Form, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.algebra import Form, form_of, has_numbers, may_round, run_on_locals, tensors_of
 from dtensor_compile.passes.compose_redistributions import adds_no_partial
 from dtensor_compile.passes.global_tensor import Global
 
@@ -107,7 +115,8 @@ class Region:
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
             try:
-                self.costs[key] = cost(this, key[2]) if adds_no_partial(this.source, this.target) else None
+                exact = adds_no_partial(this.source, this.target)
+                self.costs[key] = redistribution_cost(this, key[2]) if exact else None
             except PlanError:
                 self.costs[key] = None
         return self.costs[key]
@@ -119,7 +128,8 @@ class Region:
         others: list[torch.fx.Node] = []
         for user in node.users:
             if is_redistribution(user):
-                same = read(user).source == self.members[node].was[0].spec and read(user).mesh == self.mesh
+                this, was = redistribution_of(user), self.members[node].was[0]
+                same = (this.source, this.mesh) == (was.spec, self.mesh)
                 (moved if same else others).append(user)
             else:
                 (mine if user in self.members else others).append(user)
@@ -138,11 +148,11 @@ class Region:
         """Cost of the redistributions that depend on one member alone: if it is as in the graph, and if it is held."""
         (was, *_), (held, *_) = self.members[node].was, self.members[node].held
         if is_redistribution(node):
-            source = Global.of(read(node).source, was.shape)
+            source = Global.of(redistribution_of(node).source, was.shape)
             assert source is not None
             yield self.move(source, was, node), self.move(source, held, node)
         for user in self.readers(node)[1]:
-            target = Global.of(read(user).target, was.shape)
+            target = Global.of(redistribution_of(user).target, was.shape)
             yield (
                 (self.move(was, target, node), self.move(held, target, node))
                 if target is not None
@@ -195,7 +205,7 @@ class Region:
         for node in nodes:
             member = self.members[node]
             if is_redistribution(node):
-                this = read(node)._replace(target=member.held[0].spec)
+                this = redistribution_of(node)._replace(target=member.held[0].spec)
                 made[node] = this.local if this.source == this.target else redistribute(this, like=node, before=node)
             elif node.target is operator.getitem:
                 made[node] = _run(self, node, [made[node_arg(node, 0)]], member.held)
@@ -228,7 +238,7 @@ class Region:
         local = made.get(operand, operand)
         if have is None or have.placements == need.placements:
             return local
-        key = operand, need.spec, when(node)
+        key = operand, need.spec, runs_when(node)
         if key not in cuts:
             this = RedistributeNode(local, have.spec, need.spec, self.mesh, need.shape)
             cuts[key] = redistribute(this, like=operand, before=node)
@@ -239,7 +249,7 @@ class Region:
         mine, moved, others = self.readers(node)
         (was, *_), (now, *_) = self.members[node].was, self.members[node].held
         for user in moved:
-            this = read(user)._replace(local=new, source=now.spec)
+            this = redistribution_of(user)._replace(local=new, source=now.spec)
             if this.source == this.target:
                 replace(user, new, shared=True)
             else:
@@ -248,14 +258,15 @@ class Region:
         if outside:
             this = RedistributeNode(new, now.spec, was.spec, self.mesh, was.shape)
             place, origin = _place(node, outside), self.origins[node]
-            replace(node, redistribute(this, like=origin if when(origin) == when(place) else node, before=place))
+            like = origin if runs_when(origin) == runs_when(place) else node
+            replace(node, redistribute(this, like=like, before=place))
 
 
 def _run(
     region: Region, node: torch.fx.Node, operands: list[torch.fx.Node], results: tuple[Global, ...]
 ) -> torch.fx.Node:
     """Runs the operator of `node` on other local tensors of the region, with other `results`."""
-    new = run(node, operands, results, region.layout, region.coordinate, node)
+    new = run_on_locals(node, operands, results, region.layout, region.coordinate, node)
     for value, result in zip(values_of(new), results):
         held = result.local_shape(region.layout, region.coordinate)
         assert list(value.shape) == held, f"{node} does not give {result}"
@@ -270,7 +281,7 @@ def sum_of(costs: Iterable[Cost | None]) -> Cost | None:
     return Cost(sum(c.collectives for c in each if c is not None), sum(c.bytes for c in each if c is not None))
 
 
-def grow(
+def grow_region(
     graph: torch.fx.Graph, mesh: str, seeds: Mapping[torch.fx.Node, Global], guess: Guess = lambda node: None
 ) -> Region | None:
     """The region behind redistributions whose results could be left in another spec; None on a rank outside of the
@@ -297,9 +308,9 @@ def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, G
     """`node` as a member of a region that has the nodes before it; None if it is not one."""
     members = region.members
     if is_redistribution(node):
-        if node not in seeds or read(node).local in members:
+        if node not in seeds or redistribution_of(node).local in members:
             return None
-        was = Global.of(read(node).target, read(node).shape)
+        was = Global.of(redistribution_of(node).target, redistribution_of(node).shape)
         return Member((was,), (seeds[node],), ()) if was is not None else None
     if node.op != "call_function" or not any(x in members for x in node.all_input_nodes):
         return None
@@ -319,11 +330,11 @@ def _operation(region: Region, node: torch.fx.Node) -> Member | None:
     if has_numbers(node) and not region.is_rank_uniform(node) and region.guess(node) is None:
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == region.mesh else None
-    there = form(node, given, region.layout, shapes)
+    there = form_of(node, given, region.layout, shapes)
     if there is None or there.needs != tuple(given) or not _agrees(region, node, there):
         return None
     other = [region.members[x].held[0] if x in region.members else g for x, g in zip(operands, given)]
-    held = form(node, other, region.layout, tuple(g.shape for g in there.gives))
+    held = form_of(node, other, region.layout, tuple(g.shape for g in there.gives))
     if held is None or held.gives == there.gives and held.needs == there.needs:
         return None
     uneven = may_use_sizes() and not all(g.is_even(region.layout) for g in (*held.needs, *held.gives))
@@ -345,7 +356,7 @@ def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
 
 def _place(node: torch.fx.Node, readers: set[torch.fx.Node]) -> torch.fx.Node:
     """The place to make a tensor for readers: that of `node`, but not in the forward if only the backward reads it."""
-    if any(when(user) == when(node) for user in readers):
+    if any(runs_when(user) == runs_when(node) for user in readers):
         return node
     return next(later for later in _behind(node) if later in readers)
 

@@ -22,7 +22,15 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
-from dtensor_compile.graph.nodes import RedistributeNode, call, cost, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.nodes import (
+    RedistributeNode,
+    call_before,
+    redistribute,
+    redistribution_cost,
+    redistribution_of,
+    redistributions,
+    source_line,
+)
 from dtensor_compile.graph.rank_uniformity import mark_of
 
 aten = torch.ops.aten
@@ -33,7 +41,7 @@ def send_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
     return [
         made
         for node in redistributions(graph)
-        if not _has_partial(read(node))
+        if not _has_partial(redistribution_of(node))
         for made in _narrow("send_in_narrow_dtype", node)
     ]
 
@@ -43,7 +51,7 @@ def reduce_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
     return [
         made
         for node in redistributions(graph)
-        if _has_partial(read(node))
+        if _has_partial(redistribution_of(node))
         for made in _narrow("reduce_in_narrow_dtype", node)
     ]
 
@@ -63,16 +71,18 @@ def _cast_before(name: str, node: torch.fx.Node) -> list[Decision]:
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if dtype is None or not _is_narrower(dtype, value_of(node).dtype):
         return []
-    this = read(node)
+    this = redistribution_of(node)
     decision = _decision(name, node, dtype)
     if decision is None:
         return []
-    cast = call(aten._to_copy.default, (this.local,), {"dtype": dtype}, like=ends[0][0], before=node)
+    cast = call_before(aten._to_copy.default, (this.local,), {"dtype": dtype}, like=ends[0][0], before=node)
     sent = redistribute(this._replace(local=cast), like=node, before=node)
     for user, path in ends:
         new = sent
         for view in path:
-            new = call(view.target, (new, *view.args[1:]), view.kwargs, like=view, before=user, mark=mark_of(view))
+            new = call_before(
+                view.target, (new, *view.args[1:]), view.kwargs, like=view, before=user, mark=mark_of(view)
+            )
         if not replace(user, new, shared=len(ends) > 1):
             raise ValueError(f"{user.name} has strides that a copy cannot have")
     return [decision]
@@ -80,7 +90,7 @@ def _cast_before(name: str, node: torch.fx.Node) -> list[Decision]:
 
 def _cast_after(name: str, node: torch.fx.Node) -> list[Decision]:
     """Redistributions of tensors that were cast from a narrower dtype."""
-    this = read(node)
+    this = redistribution_of(node)
     cast = behind_copies(this.local)
     if not _is_cast(cast) or not _is_narrower(value_of(node_arg(cast, 0)).dtype, value_of(node).dtype):
         return []
@@ -88,7 +98,7 @@ def _cast_after(name: str, node: torch.fx.Node) -> list[Decision]:
     if decision is None:
         return []
     sent = redistribute(this._replace(local=cast.args[0]), like=node, before=node)
-    wide = call(aten._to_copy.default, (sent,), {"dtype": value_of(node).dtype}, like=cast, before=node)
+    wide = call_before(aten._to_copy.default, (sent,), {"dtype": value_of(node).dtype}, like=cast, before=node)
     return [decision] if replace(node, wide) else []
 
 
@@ -119,8 +129,8 @@ def _is_narrower(narrow: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def _decision(name: str, node: torch.fx.Node, dtype: torch.dtype) -> Decision | None:
-    this, wide = read(node), value_of(node).dtype
-    before, after = cost(this, wide.itemsize), cost(this, dtype.itemsize)
+    this, wide = redistribution_of(node), value_of(node).dtype
+    before, after = redistribution_cost(this, wide.itemsize), redistribution_cost(this, dtype.itemsize)
     if not after.is_less(before):
         return None
     narrow = str(dtype).removeprefix("torch.")

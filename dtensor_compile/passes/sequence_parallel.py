@@ -31,13 +31,13 @@ from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.global_annotations import MARK
-from dtensor_compile.graph.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.nodes import Cost, is_redistribution, redistribution_of, redistributions, source_line
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.passes.global_tensor import Global
-from dtensor_compile.passes.minimum_cut import cut
-from dtensor_compile.passes.region import Region, grow
+from dtensor_compile.passes.minimum_cut import cheapest_cut
+from dtensor_compile.passes.region import Region, grow_region
 
 #: Bytes of local tensors that must be saved per byte that is sent, and the limit of additional bytes sent.
 _SAVED_PER_BYTE = 64
@@ -50,7 +50,7 @@ def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
         sums = [
             node
             for node in redistributions(graph)
-            if "P(sum)" in read(node).source and "P(sum)" not in read(node).target
+            if "P(sum)" in redistribution_of(node).source and "P(sum)" not in redistribution_of(node).target
         ]
         reason = (
             f"{len(sums)} sums and their readers stay whole: some shards of the graph are uneven, and ranks have "
@@ -58,12 +58,12 @@ def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
         )
         return [Decision("sequence_parallel", source_line(sums[0]), reason, left_alone=True)] if sums else []
     decisions = []
-    for mesh in dict.fromkeys(read(node).mesh for node in redistributions(graph)):
+    for mesh in dict.fromkeys(redistribution_of(node).mesh for node in redistributions(graph)):
         layout = parse_mesh(mesh)
         same = _replicated(graph, layout)
         best: tuple[int, Region, list[tuple[frozenset[torch.fx.Node], Cost, Cost]]] | None = None
         for dim in range(_most_dims(graph, mesh)):
-            region = grow(graph, mesh, _seeds(graph, mesh, layout, dim), same.get)
+            region = grow_region(graph, mesh, _seeds(graph, mesh, layout, dim), same.get)
             if region is None:
                 break
             chosen = [found for part in region.parts() if (found := _choose(region, part)) is not None]
@@ -80,14 +80,16 @@ def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _most_dims(graph: torch.fx.Graph, mesh: str) -> int:
-    return max(len(read(node).shape) for node in redistributions(graph) if read(node).mesh == mesh)
+    return max(
+        len(redistribution_of(node).shape) for node in redistributions(graph) if redistribution_of(node).mesh == mesh
+    )
 
 
 def _seeds(graph: torch.fx.Graph, mesh: str, layout: MeshLayout, dim: int) -> Mapping[torch.fx.Node, Global]:
     """Redistributions that could end in shards of `dim`: all-reduces, and gathers of that dim."""
     seeds = {}
     for node in redistributions(graph):
-        this = read(node)
+        this = redistribution_of(node)
         source, target = (Global.of(spec, this.shape) for spec in (this.source, this.target))
         if this.mesh != mesh or source is None or target is None or dim >= len(this.shape):
             continue
@@ -104,7 +106,7 @@ def _seeds(graph: torch.fx.Graph, mesh: str, layout: MeshLayout, dim: int) -> Ma
 def _choose(region: Region, part: list[torch.fx.Node]) -> tuple[frozenset[torch.fx.Node], Cost, Cost] | None:
     if all(is_redistribution(node) for node in part):
         return None
-    held = cut(region, part, lambda c: _SAVED_PER_BYTE * c.bytes + c.collectives, held_bytes=1)
+    held = cheapest_cut(region, part, lambda c: _SAVED_PER_BYTE * c.bytes + c.collectives, held_bytes=1)
     before, after = region.cost(part, frozenset()), region.cost(part, held)
     if before is None or after is None or after.bytes > before.bytes * (1 + _MORE_BYTES) or _saved(region, held) <= 0:
         return None
@@ -137,8 +139,8 @@ def _held_values(region: Region, held: frozenset[torch.fx.Node], before: Cost, a
             "sequence_parallel",
             source_line(node),
             reason,
-            str(read(node)),
-            f"{read(node).source}->{region.members[node].held[0].spec}",
+            str(redistribution_of(node)),
+            f"{redistribution_of(node).source}->{region.members[node].held[0].spec}",
         )
         for node in sums
     ]

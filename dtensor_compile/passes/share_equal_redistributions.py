@@ -18,7 +18,7 @@ import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.copies import behind_copies, can_copy, replace_by_copy
-from dtensor_compile.graph.nodes import read, redistributions, source_line
+from dtensor_compile.graph.nodes import redistribution_of, redistributions, source_line
 
 
 def share_equal_redistributions(graph: torch.fx.Graph) -> list[Decision]:
@@ -26,7 +26,7 @@ def share_equal_redistributions(graph: torch.fx.Graph) -> list[Decision]:
     first: dict[tuple, torch.fx.Node] = {}
     decisions = []
     for node in redistributions(graph):
-        this = read(node)
+        this = redistribution_of(node)
         key = (behind_copies(this.local), *this[1:])
         earlier = first.setdefault(key, node)
         if earlier is not node and can_copy(earlier, node):

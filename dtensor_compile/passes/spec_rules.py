@@ -71,7 +71,7 @@ def rule_of(
     An item of a tuple has none: the rule of the node that makes the tuple gives its placements.
 
     Args:
-        given, layout, shapes: as for `dtensor_compile.passes.algebra.form`.
+        given, layout, shapes: as for `dtensor_compile.passes.algebra.form_of`.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not given or draws(target):

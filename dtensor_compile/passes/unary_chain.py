@@ -17,7 +17,7 @@ from dtensor_compile.graph.nodes import RedistributeNode
 from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.passes.algebra import form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.algebra import form_of, has_numbers, may_round, run_on_locals, tensors_of
 from dtensor_compile.passes.global_tensor import Global
 
 
@@ -44,7 +44,7 @@ class Chain:
     def apply(self, local: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
         """Runs the operators on the local tensor before the redistribution, as new nodes in front of `before`."""
         for operator, made in zip(self.operators, self.forms):
-            local = run(operator, [local], [made], self.layout, self.coordinate, before)
+            local = run_on_locals(operator, [local], [made], self.layout, self.coordinate, before)
         return local
 
 
@@ -85,7 +85,7 @@ def forms_behind(
     ):
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == str(layout) else None
-    read = form(node, given[-1:], layout, shapes)
+    read = form_of(node, given[-1:], layout, shapes)
     if read is None:
         return None
     result = read.gives[0]
@@ -93,7 +93,7 @@ def forms_behind(
         return None
     if (mark is None and not may_use_sizes() and node.target in SIZED_VIEWS) or mark not in (None, result.mark(layout)):
         return None
-    forms = [form(node, (other,), layout, (result.shape,)) for other in given[:-1]]
+    forms = [form_of(node, (other,), layout, (result.shape,)) for other in given[:-1]]
     if any(made is None for made in forms):
         return None
     return [*(made.gives[0] for made in forms if made is not None), result]

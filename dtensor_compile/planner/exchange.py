@@ -28,7 +28,7 @@ import numpy as np
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner.shard_intervals import CUTS, Intervals, cuts_of, held, is_cut
+from dtensor_compile.planner.shard_intervals import CUTS, Intervals, cuts_of, held_intervals, is_cut
 from dtensor_compile.planner.step_costs import local_sizes
 
 #: Maximum number of pairs of ranks for a table, which takes some milliseconds to compute at that size.
@@ -161,7 +161,7 @@ def _assign(
     for d in dims:
         old, new = cuts_of(before, mesh_shape, d), cuts_of(after, mesh_shape, d)
         has, needs = (
-            [held(tuple((n, k, at[i]) for i, n, k in cuts), shape[d]) for at in places] for cuts in (old, new)
+            [held_intervals(tuple((n, k, at[i]) for i, n, k in cuts), shape[d]) for at in places] for cuts in (old, new)
         )
         overlaps[d], total = overlap(has, needs)
         common *= overlaps[d]

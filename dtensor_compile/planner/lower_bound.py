@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate
-from dtensor_compile.planner.shard_intervals import Cut, common, cuts_of, held, length
+from dtensor_compile.planner.shard_intervals import Cut, common, cuts_of, held_intervals, length
 
 State = tuple[Placement, ...]
 Cuts = tuple[tuple[int, int, int], ...]
@@ -54,7 +54,7 @@ def _in_common(old: Cuts, new: Cuts, size: int, mesh_dims: int) -> np.ndarray:
         along[i] = n
     result = np.empty(along, dtype=np.int64)
     for place in np.ndindex(*along):
-        result[place] = length(common(held(_at(old, place), size), held(_at(new, place), size)))
+        result[place] = length(common(held_intervals(_at(old, place), size), held_intervals(_at(new, place), size)))
     result.setflags(write=False)  # cached and shared
     return result
 

@@ -43,7 +43,7 @@ class HeldMemory(NamedTuple):
 NOTHING = HeldMemory(0, 0)
 
 
-def peak(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
+def peak_elements(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
     """Peak elements of one rank besides the input of the first of `steps`, and the memory of the last one."""
     most, kept = NOTHING
     for step in steps:

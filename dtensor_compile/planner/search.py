@@ -36,7 +36,7 @@ from typing import NamedTuple
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.ir.spec import parse_spec, placement_text, spec_text
-from dtensor_compile.planner.memory import HeldMemory, peak
+from dtensor_compile.planner.memory import HeldMemory, peak_elements
 from dtensor_compile.planner.problem import Problem, State, Step
 from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent
@@ -61,7 +61,7 @@ def _commute(placements: Sequence[Placement]) -> bool:
     return len(ops) <= 1 or ops <= {"sum", "avg"}
 
 
-def plan(
+def cheapest_plan(
     source: str,
     target: str,
     mesh_shape: Sequence[int],
@@ -276,7 +276,7 @@ class _Limits(NamedTuple):
 
 
 def _peak(problem: Problem, steps: Sequence[Step]) -> HeldMemory:
-    return peak(steps, problem.mesh_shape, problem.shape)
+    return peak_elements(steps, problem.mesh_shape, problem.shape)
 
 
 def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
@@ -363,4 +363,4 @@ def collectives(steps: Sequence[Step]) -> int:
     return sum(step.sends for step in steps)
 
 
-__all__ = ["COLLECTIVES", "Step", "StepKind", "bytes_sent", "collectives", "elements_sent", "plan"]
+__all__ = ["COLLECTIVES", "Step", "StepKind", "bytes_sent", "collectives", "cheapest_plan", "elements_sent"]

@@ -58,15 +58,15 @@ def intervals(
 ) -> Intervals:
     """The intervals of tensor dim `dim` of `size` elements that the rank at `coordinate` holds."""
     cuts = tuple((n, pieces, coordinate[i]) for i, n, pieces in cuts_of(placements, mesh_shape, dim))
-    return held(cuts, size)
+    return held_intervals(cuts, size)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def held(cuts: tuple[Cut, ...], size: int) -> Intervals:
+def held_intervals(cuts: tuple[Cut, ...], size: int) -> Intervals:
     """The intervals of ``[0, size)`` that are left after these cuts."""
     if not cuts:
         return ((0, size),) if size else ()
-    return _cut(held(cuts[:-1], size), *cuts[-1])
+    return _cut(held_intervals(cuts[:-1], size), *cuts[-1])
 
 
 def _cut(whole: Intervals, n: int, pieces: int, coordinate: int) -> Intervals:

@@ -29,7 +29,16 @@ from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, 
 from dtensor_compile.planner import exchange
 from dtensor_compile.planner.lower_bound import sent_lower_bound
 from dtensor_compile.planner.problem import Problem, State, Step, changed
-from dtensor_compile.planner.shard_intervals import CUTS, common, cuts_of, cutting, held, inner_cut, is_cut, length
+from dtensor_compile.planner.shard_intervals import (
+    CUTS,
+    common,
+    cuts_of,
+    cutting,
+    held_intervals,
+    inner_cut,
+    is_cut,
+    length,
+)
 from dtensor_compile.planner.step_costs import StepKind
 
 
@@ -236,7 +245,7 @@ def _contains(old: tuple[tuple[int, int, int], ...], new: tuple[tuple[int, int, 
     sizes = {i: n for i, n, _ in (*old, *new)}
     for place in itertools.product(*(range(n) for n in sizes.values())):
         at = dict(zip(sizes, place))
-        has, needs = (held(tuple((n, pieces, at[i]) for i, n, pieces in cuts), size) for cuts in (old, new))
+        has, needs = (held_intervals(tuple((n, pieces, at[i]) for i, n, pieces in cuts), size) for cuts in (old, new))
         if length(common(needs, has)) != length(needs):
             return False
     return True

@@ -20,12 +20,20 @@ from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of, value_of
 from dtensor_compile.graph.inline_subgraph import with_blocks
 from dtensor_compile.graph.node_costs import module_path
-from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
+from dtensor_compile.graph.nodes import (
+    FORCED_BY,
+    RECORDED_AS,
+    across,
+    describe,
+    redistribution_of,
+    redistributions,
+    source_line,
+)
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
 from dtensor_compile.planner.search import bytes_sent
-from dtensor_compile.recording.recorder import CapturedRedistribution, recordings, show
+from dtensor_compile.recording.recorder import CapturedRedistribution, recordings, show_graph
 
 if TYPE_CHECKING:
     from dtensor_compile.schedule.found_order import KernelOrder
@@ -66,7 +74,7 @@ class GraphLog:
         return self.compilation.counted(run) if self.recordings and self.compilation is not None else run
 
     def captured(self, graph: torch.fx.Graph) -> None:
-        show("captured", graph)
+        show_graph("captured", graph)
         if not self.recordings:
             return
         for node in (*redistributions(graph), *across(graph)):
@@ -77,7 +85,7 @@ class GraphLog:
                 recording_.redistributions.append(this)
 
     def planned(self, graph: torch.fx.Graph) -> None:
-        show("planned", graph)
+        show_graph("planned", graph)
         for node in (*redistributions(graph), *across(graph)) if self.recordings else ():
             for recording_ in self.recordings:
                 recording_.planned.append(_text(node))
@@ -113,7 +121,7 @@ class GraphLog:
                 this.collectives, this.operations = this.order.with_blocks()
 
     def lowered(self, graph: torch.fx.Graph) -> None:
-        show("lowered", graph)
+        show_graph("lowered", graph)
         for recording_ in self.recordings:
             recording_.observe(with_blocks(graph))
             recording_.graphs[-1].compilation = self.compilation
@@ -159,7 +167,7 @@ def _captured(node: torch.fx.Node, compilation: FrameCompilation | None) -> Capt
         text, plan, sent = f"{mesh}->{other}", this.texts(parse_mesh(mesh)), this.elements * value.element_size()
         mesh_dims = tuple(dict.fromkeys(f"{mesh}->{other}" for _ in range(this.collectives)))
     else:
-        _, source, target, text, given = read(node)
+        _, source, target, text, given = redistribution_of(node)
         shape = sizes_of(given)
         layout = parse_mesh(text)
         steps = _planned(plan_of, source, target, layout, shape, value.element_size())

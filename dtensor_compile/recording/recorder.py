@@ -255,7 +255,7 @@ def recordings() -> list[Recording]:
     return list(_active)
 
 
-def show(stage: str, graph: torch.fx.Graph) -> None:
+def show_graph(stage: str, graph: torch.fx.Graph) -> None:
     """Passes a graph to the watchers of graphs."""
     for watcher in _watchers:
         watcher(stage, graph)

@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"graph {number}, {graph.direction}\n\n{graph.order()}")
     print(gpu.table(), end="")
     if args.save:
-        save(gpu, pathlib.Path(args.save))
+        save_kernels(gpu, pathlib.Path(args.save))
     if args.max_spills is not None:
         spilling = [kernel for kernel in gpu.kernels if kernel.binary.spills > args.max_spills]
         failed += [
@@ -98,7 +98,7 @@ def _on_the_gpu(program: TargetProgram) -> TargetProgram:
     return TargetProgram(program.model, args, kwargs)
 
 
-def save(gpu: EmulatedDevice, folder: pathlib.Path) -> None:
+def save_kernels(gpu: EmulatedDevice, folder: pathlib.Path) -> None:
     """Writes ``0_forward.py`` and so on, and for each kernel of a graph ``0_NAME.py``, ``.ptx`` and ``.cubin``."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, graph in enumerate(gpu.graphs):

@@ -24,7 +24,7 @@ from dtensor_compile.compat.inductor.kernel_nodes import (
     names_of_results,
     order_for_memory,
     starts_collective,
-    tie,
+    tie_kernels,
     waits_for_collective,
 )
 from dtensor_compile.graph.arguments import node_arg
@@ -55,7 +55,7 @@ from dtensor_compile.topology.links import Cluster, compute_seconds
 
 def tie_starts(nodes: Nodes) -> Nodes:
     """Makes each collective, and each synchronous communication, depend on the one before it and on no wait."""
-    return tie(nodes, lambda node: starts_collective(node) or _is_synchronous(node))
+    return tie_kernels(nodes, lambda node: starts_collective(node) or _is_synchronous(node))
 
 
 def rearrange(

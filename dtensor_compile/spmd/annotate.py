@@ -74,7 +74,7 @@ def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None
         _guard_mark(placed[0].meta["grapharg"].source)
 
 
-def note(t: torch.Tensor, mesh: Mesh, mark: SpreadMark) -> None:
+def note_mark(t: torch.Tensor, mesh: Mesh, mark: SpreadMark) -> None:
     """Marks a tensor; on a DTensor a mark means that plain tensors beside it are equal on all ranks."""
     setattr(t, _NOTE, MarkOn(mesh, mark))
 
@@ -139,7 +139,7 @@ def mark_sharding(
         if not 0 <= dim < t.dim():
             raise PlacementError(f"open dim {dim}: the tensor has dims 0 to {t.dim() - 1}")
     _use(mesh, t)
-    note(t, mesh, SpreadMark(axes, tuple(open_dims), priority))
+    note_mark(t, mesh, SpreadMark(axes, tuple(open_dims), priority))
     return t
 
 
@@ -151,7 +151,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
     axes = mesh.axes(partition_spec, t.dim())
     made = constrain(t, mesh_text_in_program(mesh, t), axes, True)
     if not torch.compiler.is_compiling():
-        note(made, mesh, SpreadMark(axes))
+        note_mark(made, mesh, SpreadMark(axes))
     return made
 
 
@@ -183,7 +183,7 @@ def wrap_as_sharded_tensor(
         axes = marked.mark.axes if marked and marked.mesh == mesh else ((),) * t.dim()
     device_mesh = _use(mesh, t)
     made = as_dtensor(t, device_mesh).redistribute(device_mesh, axes_to_placements(axes, mesh.mesh_shape))
-    note(made, mesh, SpreadMark(axes))
+    note_mark(made, mesh, SpreadMark(axes))
     return made
 
 

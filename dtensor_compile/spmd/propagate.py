@@ -7,8 +7,8 @@ Correctness: a sharding determines where data is, not what it is. Any choice com
 gets its arguments with the placements that its rule requires; a good choice communicates less. No result here can be
 wrong, and shardings set by the user are never changed.
 
-Method: a factor of an operator (`compat.dtensor.rules.factors`) is one loop with the dims that it runs over. An axis that
-shards one of these dims is passed on to the others, from arguments to results and back, until nothing changes:
+Method: a factor of an operator (`compat.dtensor.rules.factors`) is one loop with the dims that it runs over. An axis
+that shards one of these dims is passed on to the others, from arguments to results and back, until nothing changes:
 
 1. by the user's order: marks with priority 0 spread before those with priority 1;
 2. then operators that pass an axis on for free, before those whose result becomes partial;

@@ -25,7 +25,7 @@ from dtensor_compile.compat.dtensor.record import record_module
 from dtensor_compile.compat.dynamo.recurrent_functions import replaced
 from dtensor_compile.errors import MeshError
 from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.spmd.annotate import mark_of, note
+from dtensor_compile.spmd.annotate import mark_of, note_mark
 from dtensor_compile.spmd.constraint import as_dtensor
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.logical_mesh import Mesh, get_global_mesh
@@ -110,7 +110,7 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
             placed = as_dtensor(value, device_mesh).redistribute(device_mesh, placements)
         is_parameter = isinstance(tensor, nn.Parameter)
         made[id(tensor)] = nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_parameter else placed
-        note(made[id(tensor)], mesh, SpreadMark(axes))
+        note_mark(made[id(tensor)], mesh, SpreadMark(axes))
         rows.append(
             Placed(name, spec_text(placements), "marked" if marked else "follows" if any(axes) else "replicated")
         )

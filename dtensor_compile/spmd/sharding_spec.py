@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_compile.compat.pytree import tree_map
 from dtensor_compile.errors import PlacementError
-from dtensor_compile.spmd.annotate import mark_sharding, mesh_text_in_program, note, wrap_as_sharded_tensor
+from dtensor_compile.spmd.annotate import mark_sharding, mesh_text_in_program, note_mark, wrap_as_sharded_tensor
 from dtensor_compile.spmd.logical_mesh import Mesh, device_mesh_of
 from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placements
 from dtensor_compile.spmd.propagate import SpreadMark
@@ -56,7 +56,7 @@ class ShardingSpec:
         target = axes_to_placements(axes, self.mesh.mesh_shape)
         have = [p if axis in axes[0] else Replicate() for axis, p in enumerate(target)]
         made = DTensor.from_local(t, mesh, have, run_check=False).redistribute(mesh, target)
-        note(made, self.mesh, SpreadMark(axes))
+        note_mark(made, self.mesh, SpreadMark(axes))
         return made
 
 

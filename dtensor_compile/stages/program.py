@@ -58,7 +58,7 @@ def make_groups(program: torch.fx.GraphModule, this: Compilation) -> list[Decisi
 
 
 def return_bases_of_views(program: torch.fx.GraphModule, this: Compilation) -> None:
-    """Adds view bases to the outputs; `wrap` removes them after each run."""
+    """Adds view bases to the outputs; `wrap_compiled` removes them after each run."""
     this.sends = calls_collectives(program)
     this.bases = return_bases(program)
 
@@ -142,7 +142,7 @@ CAPTURED = (
 )
 
 
-def wrap(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
+def wrap_compiled(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
     """The compiled graph in its wrappers: unexpected tangents, aliases, versions, freed graphs, views, errors.
 
     Raises:

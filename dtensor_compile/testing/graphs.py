@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.graph.nodes import is_redistribution, read, starts_collective
+from dtensor_compile.graph.nodes import is_redistribution, redistribution_of, starts_collective
 
 
 def graph_text(graph: torch.fx.Graph) -> str:
@@ -23,7 +23,7 @@ def graph_text(graph: torch.fx.Graph) -> str:
         elif node.op == "output":
             lines.append(f"return {_argument(node.args[0])}")
         elif is_redistribution(node):
-            this = read(node)
+            this = redistribution_of(node)
             lines.append(f"{node.name}: {_shape(node)} = redistribute({this.local.name}, {this})")
         else:
             name = getattr(node.target, "_schema", None)

@@ -6,7 +6,7 @@
 - ``network``: the links along the dims of one mesh, and the topology for which plans are made.
 """
 
-from dtensor_compile.topology.files import from_values, save, to_values, topology
+from dtensor_compile.topology.files import from_values, save_topology, to_values, topology
 from dtensor_compile.topology.links import (
     CLUSTERS,
     LINKS,
@@ -19,7 +19,6 @@ from dtensor_compile.topology.links import (
 )
 
 __all__ = [
-    "CLUSTERS", "LINKS", "Cluster", "Device", "Link", "collective_seconds", "compute_seconds", "from_values", "save",
-    "seconds_over",
-    "to_values", "topology",
+    "CLUSTERS", "LINKS", "Cluster", "Device", "Link", "collective_seconds", "compute_seconds", "from_values",
+    "save_topology", "seconds_over", "to_values", "topology",
 ]  # fmt: skip

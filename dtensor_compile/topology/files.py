@@ -70,7 +70,7 @@ def topology(name: str | os.PathLike[str]) -> Cluster:
     return found if isinstance(found, Cluster) else from_values(*found)
 
 
-def gpu(name: str | os.PathLike[str]) -> Gpu:
+def find_gpu(name: str | os.PathLike[str]) -> Gpu:
     """The preset of that name, or the GPU in the file of that path.
 
     Raises:
@@ -309,7 +309,7 @@ def device_values(device: Device) -> dict[str, Any]:
     return found
 
 
-def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:
+def save_topology(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     """Writes a topology as JSON; `topology` reads it back.
 
     Raises:

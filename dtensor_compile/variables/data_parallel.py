@@ -75,7 +75,7 @@ from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
 from dtensor_compile.ops.unshard import average_gradient
 from dtensor_compile.variables import fsdp_forwards
 from dtensor_compile.variables.collectives import broadcast
-from dtensor_compile.variables.wrapper_calls import gathering_name, move, refuse_setting, trace_function
+from dtensor_compile.variables.wrapper_calls import gathering_name, move_tensors, refuse_setting, trace_function
 
 _same_ddp = fact_guard("DDP_MATCH", ddp.facts)
 _same_replicate = fact_guard("REPLICATE_MATCH", ddp.replicate_facts)
@@ -132,7 +132,7 @@ def _plain_again(tx: Translator, owner: ddp.DDP, module: VariableTracker) -> Non
 def _moved(tx: Translator, owner: ddp.DDP, args: VariableTracker, kwargs: VariableTracker) -> VariableTracker:
     device = ddp.device_of_inputs(owner)
     if device is not None:
-        args, kwargs = (trace_function(tx, move, value, device) for value in (args, kwargs))
+        args, kwargs = (trace_function(tx, move_tensors, value, device) for value in (args, kwargs))
     return tuple_of(args, kwargs)
 
 

@@ -31,7 +31,7 @@ from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
 )
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.ops.unshard import Reduction, reduce_held, unshard
-from dtensor_compile.variables.wrapper_calls import cast, gathering_name, refuse_setting, trace_function
+from dtensor_compile.variables.wrapper_calls import cast_tensors, gathering_name, refuse_setting, trace_function
 
 _same_fsdp = fact_guard("FSDP_MATCH", lambda owner: fsdp.facts(fsdp.state_of(owner)))
 _same_fsdp_gradients = fact_guard("FSDP_GRADIENTS", lambda owner: fsdp.gradient_facts(fsdp.state_of(owner)))
@@ -92,7 +92,9 @@ def _fsdp_pre_forward(
         fsdp_gradients.make_holders(state)
     policy, at_rest = fsdp.mixed_precision(state), fsdp.is_at_rest(state)
     if policy.cast_forward_inputs and policy.param_dtype is not None:
-        inputs, named_inputs = (trace_function(tx, cast, value, policy.param_dtype) for value in (inputs, named_inputs))
+        inputs, named_inputs = (
+            trace_function(tx, cast_tensors, value, policy.param_dtype) for value in (inputs, named_inputs)
+        )
     group, unsharded = (
         gathering_name(tx, state, real_value(tx, module)),
         notes(tx, "unsharded").setdefault(id(state), {}),
@@ -132,7 +134,7 @@ def _fsdp_post_forward(
         if unused:
             call_after_graph(tx, functools.partial(reduce_held, weakref.ref(state), unused), [])
     dtype = fsdp.mixed_precision(state).output_dtype
-    return output if dtype is None else trace_function(tx, cast, output, dtype)
+    return output if dtype is None else trace_function(tx, cast_tensors, output, dtype)
 
 
 def _setter(

@@ -56,7 +56,7 @@ from dtensor_compile.compat.dynamo.trackers.tracker_tools import (
     raise_in_program,
 )
 from dtensor_compile.errors import PlacementError
-from dtensor_compile.graph.global_annotations import mark
+from dtensor_compile.graph.global_annotations import mark_node
 from dtensor_compile.variables.collective_calls import checked_local_tensor
 
 # ---- evaluated while tracing ---------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _refuse(name: str, what: str) -> NoReturn:
     )
 
 
-def make(
+def trace_constructor(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """Traces a call of a function, or of ``DeviceMesh`` itself, that creates meshes or groups."""
@@ -258,7 +258,7 @@ def wrap_made(local: torch.Tensor, mesh: DeviceMesh, *spec: Any) -> DTensor:
     global metadata.
     """
     made = wrap_local(local, mesh, *spec)
-    mark(local, local_and_spec(made)[1])
+    mark_node(local, local_and_spec(made)[1])
     return made
 
 
@@ -366,10 +366,10 @@ def _copy(
 
 #: Functions and classes whose calls are handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
-    (DeviceMesh.from_group, handle_calls(make)),
-    (DeviceMesh._concatenate, handle_calls(make)),
+    (DeviceMesh.from_group, handle_calls(trace_constructor)),
+    (DeviceMesh._concatenate, handle_calls(trace_constructor)),
     (compute_local_shape_and_global_offset, handle_calls(_compute_sizes)),
-    (DeviceMesh, handle_construction(make)),
+    (DeviceMesh, handle_construction(trace_constructor)),
     (DTensor, handle_construction(_construct)),
     (DTensor.from_local, handle_calls(_from_local)),
     (distribute_tensor, handle_calls(_distribute)),

@@ -197,7 +197,7 @@ def _retrack(module: types.ModuleType, name: str, row: Row) -> Retrack | None:
     if row.rule is MemberRule.OPERATOR:
         return collective_calls.retrack(thing)
     if row.rule is MemberRule.MAKE:
-        return handle_calls(factories.make)
+        return handle_calls(factories.trace_constructor)
     if row.rule is MemberRule.ASK:
         return _ask(thing)
     if row.rule is MemberRule.BAKE:

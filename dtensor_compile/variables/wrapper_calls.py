@@ -30,12 +30,12 @@ def _for_tensors(change, value):
     return value
 
 
-def cast(value, dtype):
+def cast_tensors(value, dtype):
     """Floating-point tensors in `value` in another dtype."""
     return _for_tensors(lambda x: x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x, value)
 
 
-def move(value, device):
+def move_tensors(value, device):
     """Tensors in `value` on another device."""
     return _for_tensors(lambda x: x.to(device), value)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dtensor_compile import offline, record
 from dtensor_compile.errors import OfflineError, TopologyError
-from dtensor_compile.topology.files import gpu
+from dtensor_compile.topology.files import find_gpu
 from dtensor_compile.topology.gpus import GPUS
 
 pytestmark = [
@@ -331,7 +331,7 @@ def test_a_file_that_says_something_else_is_an_error(tmp_path, values, message):
     file = tmp_path / "g.json"
     file.write_text(json.dumps(values if values == {"capability": "9.0"} else {**known, **values}))
     with pytest.raises(TopologyError, match=message):
-        gpu(file)
+        find_gpu(file)
 
 
 def test_one_device_at_a_time():

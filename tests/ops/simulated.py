@@ -21,7 +21,7 @@ from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops import expand as expand_module
 from dtensor_compile.ops import rearrange as rearrange_module
 from dtensor_compile.ops.expand import RankPlace, expand
-from dtensor_compile.planner.search import bytes_sent, plan
+from dtensor_compile.planner.search import bytes_sent, cheapest_plan
 
 REDUCE = {
     "sum": lambda xs: sum(xs[1:], xs[0]),
@@ -127,7 +127,7 @@ def layout_of(mesh_shape, ranks=None):
     )
 
 
-def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan):
+def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=cheapest_plan):
     """Complaints about plans carried out: ``cases`` are source, target, shape. Values, and the bytes that the plan
     says.
     """

@@ -13,7 +13,7 @@ from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.errors import PlanError
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.planner.problem import Problem
-from dtensor_compile.planner.search import bytes_sent, collectives, plan
+from dtensor_compile.planner.search import bytes_sent, cheapest_plan, collectives
 from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.steps import legal_steps
 from dtensor_compile.planner.torch_greedy import torch_steps
@@ -35,7 +35,7 @@ def pairs(mesh_ndim, words, most, seed=0):
 def legal(cases, mesh_shape):
     for source, target, shape in cases:
         try:
-            plan(source, target, mesh_shape, shape)
+            cheapest_plan(source, target, mesh_shape, shape)
         except PlanError:
             continue
         yield source, target, shape
@@ -120,7 +120,7 @@ def plans_and_best(mesh_shape, words, shape, most):
     states = [parse_spec("".join(spec)) for spec in itertools.product(words, repeat=len(mesh_shape))]
     for source, target in pairs(len(mesh_shape), words, most):
         try:
-            steps = plan(source, target, mesh_shape, shape)
+            steps = cheapest_plan(source, target, mesh_shape, shape)
         except PlanError:
             continue
         problem = Problem(parse_spec(source), parse_spec(target), mesh_shape, shape, shape, 4, Network())
@@ -140,7 +140,7 @@ def test_a_way_over_another_spec_has_to_save_more_than_a_row():
     """
 
     def texts(columns):
-        return [str(step) for step in plan("RP(sum)", "RS(1)", (2, 4), (8, columns))]
+        return [str(step) for step in cheapest_plan("RP(sum)", "RS(1)", (2, 4), (8, columns))]
 
     assert texts(5) == ["slice[0] R->S(0)", "exchange[0,1] S(0)P(sum)->RS(1)"]
     assert texts(5001) == ["reduce_scatter[1] P(sum)->S(1)"]

@@ -21,8 +21,8 @@ from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.cross_mesh_plan import plan_across
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.ops.redistribute import carry_out, plan_of
-from dtensor_compile.planner.memory import peak
-from dtensor_compile.planner.search import bytes_sent, plan
+from dtensor_compile.planner.memory import peak_elements
+from dtensor_compile.planner.search import bytes_sent, cheapest_plan
 from dtensor_compile.testing import make_mesh, run_on_ranks
 
 SPECS = ["R", "S(0)", "S(1)", "P(sum)"]
@@ -30,7 +30,7 @@ SPECS = ["R", "S(0)", "S(1)", "P(sum)"]
 
 def held(steps, mesh_shape, shape, itemsize=4):
     """Bytes that a plan holds at once, as the planner counts them."""
-    return itemsize * peak(steps, mesh_shape, shape).most
+    return itemsize * peak_elements(steps, mesh_shape, shape).most
 
 
 # ---- what is counted is what is held -------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Golden(TestCase):
     def within(self, source, target, mesh_shape, shape, *bounds):
         lines = []
         for bound in bounds:
-            steps = plan(source, target, mesh_shape, shape, memory=bound)
+            steps = cheapest_plan(source, target, mesh_shape, shape, memory=bound)
             texts = "; ".join(map(str, steps))
             lines.append(f"{bound}: {texts}: sends {bytes_sent(steps, 4)}, holds {held(steps, mesh_shape, shape)}")
         return "\n".join(lines) + "\n"
@@ -141,14 +141,14 @@ def test_memory_first_then_bytes_as_before(shapes, mesh_shapes, least):
             itertools.product(SPECS, repeat=2), itertools.product(SPECS[:3], repeat=2)
         ):
             specs, sent = ("".join(source), "".join(target)), 0
-            free = plan(*specs, mesh_shape, shape)
+            free = cheapest_plan(*specs, mesh_shape, shape)
             if not free:
                 continue
             most = held(free, mesh_shape, shape)
-            assert plan(*specs, mesh_shape, shape, memory=most) == free
+            assert cheapest_plan(*specs, mesh_shape, shape, memory=most) == free
             for bound in range(most - 4, 0, -max(4, most // 8)):
                 try:
-                    steps = plan(*specs, mesh_shape, shape, memory=bound)
+                    steps = cheapest_plan(*specs, mesh_shape, shape, memory=bound)
                 except MemoryBudgetError:
                     break
                 assert held(steps, mesh_shape, shape) <= bound
@@ -188,22 +188,22 @@ def test_memory_first_then_bytes_as_before(shapes, mesh_shapes, least):
 )
 def test_what_is_said_where_no_plan_is_within_the_bound(source, target, mesh_shape, bound, message):
     if message is None:
-        assert plan(source, target, mesh_shape, (16, 8), memory=bound)
+        assert cheapest_plan(source, target, mesh_shape, (16, 8), memory=bound)
         return
     with pytest.raises(MemoryBudgetError, match=message):
-        plan(source, target, mesh_shape, (16, 8), memory=bound)
+        cheapest_plan(source, target, mesh_shape, (16, 8), memory=bound)
 
 
 def test_the_budget_that_an_error_names_is_the_smallest():
     for source, target in itertools.product(itertools.product(SPECS, repeat=2), itertools.product(SPECS[:3], repeat=2)):
         specs = "".join(source), "".join(target)
         try:
-            plan(*specs, (2, 2), (16, 8), memory=4)
+            cheapest_plan(*specs, (2, 2), (16, 8), memory=4)
         except MemoryBudgetError as error:
             least = int(str(error).partition(": allow ")[2].partition(", or")[0].replace(",", ""))
-            assert plan(*specs, (2, 2), (16, 8), memory=least)
+            assert cheapest_plan(*specs, (2, 2), (16, 8), memory=least)
             with pytest.raises(MemoryBudgetError):
-                plan(*specs, (2, 2), (16, 8), memory=least - 4)
+                cheapest_plan(*specs, (2, 2), (16, 8), memory=least - 4)
 
 
 def test_between_meshes():

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from dtensor_compile.errors import PlanError
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.planner import search as plan_module
-from dtensor_compile.planner.search import bytes_sent, collectives, plan
+from dtensor_compile.planner.search import bytes_sent, cheapest_plan, collectives
 from dtensor_compile.topology import Link
 from dtensor_compile.topology.network import Network
 
@@ -149,7 +149,7 @@ def test_never_more_bytes_or_collectives_than_stock(case, stock):
         theirs = stock[mesh_shape, shape, source, target]
         if theirs is None:
             continue
-        steps = plan(source, target, mesh_shape, shape, itemsize)
+        steps = cheapest_plan(source, target, mesh_shape, shape, itemsize)
         ours = collectives(steps), bytes_sent(steps, itemsize)
         for limit in theirs.values():
             if ours[0] > limit[0] or ours[1] > limit[1] * itemsize:
@@ -164,7 +164,7 @@ def test_plan_exists_wherever_stock_has_one(case, stock):
     mesh_shape, shape, itemsize, pairs_ = case
     for source, target in pairs_:
         try:
-            plan(source, target, mesh_shape, shape, itemsize)
+            cheapest_plan(source, target, mesh_shape, shape, itemsize)
         except PlanError:
             assert stock[mesh_shape, shape, source, target] is None, f"{source}->{target}"
 
@@ -174,7 +174,7 @@ def test_one_collective_of_one_mesh_dim_counts_what_it_sends(case):
     mesh_shape, shape, itemsize, pairs_ = case
     for source, target in pairs_:
         try:
-            steps = plan(source, target, mesh_shape, shape, itemsize)
+            steps = cheapest_plan(source, target, mesh_shape, shape, itemsize)
         except PlanError:
             continue
         for step in steps:
@@ -198,7 +198,7 @@ def test_steps_lead_from_source_to_target(case):
 
     for source, target in pairs_:
         try:
-            steps = plan(source, target, mesh_shape, shape, itemsize)
+            steps = cheapest_plan(source, target, mesh_shape, shape, itemsize)
         except PlanError:
             continue
         state = trivial(source)
@@ -210,24 +210,24 @@ def test_steps_lead_from_source_to_target(case):
 
 @pytest.mark.parametrize("spec", ["R", "S(0)", "S(1)R", "P(sum)P(sum)S(0)"])
 def test_same_spec_needs_nothing(spec):
-    assert plan(spec, spec, (2,) * len(parse_spec(spec)), (8, 8)) == ()
+    assert cheapest_plan(spec, spec, (2,) * len(parse_spec(spec)), (8, 8)) == ()
 
 
 def test_mesh_dims_of_size_one_need_nothing():
-    assert plan("S(0)P(sum)", "RS(1)", (1, 1), (8, 8)) == ()
-    assert [step.mesh_dims for step in plan("S(0)S(1)", "RR", (1, 2), (8, 8))] == [(1,)]
+    assert cheapest_plan("S(0)P(sum)", "RS(1)", (1, 1), (8, 8)) == ()
+    assert [step.mesh_dims for step in cheapest_plan("S(0)S(1)", "RR", (1, 2), (8, 8))] == [(1,)]
 
 
 def texts(*args, **kwargs):
-    return [str(step) for step in plan(*args, **kwargs)]
+    return [str(step) for step in cheapest_plan(*args, **kwargs)]
 
 
 def test_strided_shards():
     assert texts("RR", "_S(0,2)S(0)", (2, 2), (8, 8)) == ["slice[0,1] RR->_S(0,2)S(0)"]
-    assert plan("_S(0,2)S(0)", "_S(0,2)S(0)", (2, 2), (8, 8)) == ()
-    assert collectives(plan("_S(0,2)S(1)", "_S(0,2)R", (2, 2), (8, 8))) == 1
+    assert cheapest_plan("_S(0,2)S(0)", "_S(0,2)S(0)", (2, 2), (8, 8)) == ()
+    assert collectives(cheapest_plan("_S(0,2)S(1)", "_S(0,2)R", (2, 2), (8, 8))) == 1
     assert texts("S(0)S(0)", "_S(0,2)S(0)", (2, 2), (8, 8)) == ["exchange[0,1] S(0)->_S(0,2)"]
-    assert collectives(plan("_S(0,2)S(0)", "RR", (2, 2), (8, 8))) == 1
+    assert collectives(cheapest_plan("_S(0,2)S(0)", "RR", (2, 2), (8, 8))) == 1
 
 
 def test_several_mesh_dims_at_once():
@@ -241,7 +241,7 @@ def test_several_mesh_dims_at_once():
 
 def test_what_the_goal_slices_away_is_not_reduced():
     assert texts("P(sum)R", "S(0)S(0)", (2, 2), (16, 8)) == ["reduce_scatter[0] P(sum)R->S(0)S(0)"]
-    assert bytes_sent(plan("P(sum)R", "S(0)S(0)", (2, 2), (16, 8)), 4) == 16 * 8 * 4 // 4
+    assert bytes_sent(cheapest_plan("P(sum)R", "S(0)S(0)", (2, 2), (16, 8)), 4) == 16 * 8 * 4 // 4
 
 
 def test_shard_becomes_a_term_of_a_sum_without_a_message():
@@ -251,18 +251,18 @@ def test_shard_becomes_a_term_of_a_sum_without_a_message():
 
 def test_symbolic_sizes_take_steps_that_are_right_for_all():
     assert texts("S(0)S(1)", "S(1)S(0)", (2, 2), (8, 8)) == ["exchange[0,1] S(0)S(1)->S(1)S(0)"]
-    for step in plan("S(0)S(1)", "S(1)S(0)", (2, 2), (8, 8), divisors=(1, 8)):
+    for step in cheapest_plan("S(0)S(1)", "S(1)S(0)", (2, 2), (8, 8), divisors=(1, 8)):
         assert step.kind != "exchange" and len(step.mesh_dims) == 1
     assert texts("S(0)S(0)", "RR", (2, 2), (8, 8), divisors=(4, 8)) == ["all_gather[0,1] S(0)S(0)->RR"]
-    assert len(plan("S(0)S(0)", "RR", (2, 2), (8, 8), divisors=(2, 8))) == 2
+    assert len(cheapest_plan("S(0)S(0)", "RR", (2, 2), (8, 8), divisors=(2, 8))) == 2
     assert texts("S(1)S(2)", "S(2)S(1)", (2, 2), (5, 8, 8), divisors=(1, 8, 8)) == ["exchange[0,1] S(1)S(2)->S(2)S(1)"]
 
 
 def test_topology_weighs_mesh_dims():
     slow, fast = Link(1e-5, 1e8), Link(1e-6, 1e11)
     # With equal links one gather does; over a slow and a fast link it would send everything over the slow one.
-    assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096))) == 1
-    assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096), network=Network((slow, fast)))) == 2
+    assert len(cheapest_plan("S(0)S(0)", "RR", (2, 8), (4096, 4096))) == 1
+    assert len(cheapest_plan("S(0)S(0)", "RR", (2, 8), (4096, 4096), network=Network((slow, fast)))) == 2
 
 
 def test_planning_a_mesh_of_six_dims_looks_at_few_of_the_steps(monkeypatch):
@@ -281,7 +281,7 @@ def test_planning_a_mesh_of_six_dims_looks_at_few_of_the_steps(monkeypatch):
             "".join(specs.choices(("R", "S(0)", "S(1)", "S(2)", "P(sum)")[: 4 if k else 5], k=6)) for k in (0, 1)
         )
         counts.append(0)
-        plan(source, target, (2,) * 6, (64, 64, 64))
+        cheapest_plan(source, target, (2,) * 6, (64, 64, 64))
     assert min(counts) > 0 and max(counts) < 600, counts
 
 
@@ -303,12 +303,12 @@ def test_planning_a_mesh_of_six_dims_looks_at_few_of_the_steps(monkeypatch):
 )
 def test_impossible_change_is_an_error_that_says_why(source, target, mesh_shape, message):
     with pytest.raises((PlanError, ValueError), match=message):
-        plan(source, target, mesh_shape, (8, 8))
+        cheapest_plan(source, target, mesh_shape, (8, 8))
 
 
 def test_plan_of_symmetric_choices_is_the_same_each_time():
     from dtensor_compile.planner.search import _plan
 
-    first = [plan(s, t, (2, 2), (64, 64)) for s, t in pairs(2) if "P" not in t]
+    first = [cheapest_plan(s, t, (2, 2), (64, 64)) for s, t in pairs(2) if "P" not in t]
     _plan.cache_clear()
-    assert first == [plan(s, t, (2, 2), (64, 64)) for s, t in pairs(2) if "P" not in t]
+    assert first == [cheapest_plan(s, t, (2, 2), (64, 64)) for s, t in pairs(2) if "P" not in t]

@@ -19,7 +19,7 @@ from dtensor_compile.spmd import (
     set_global_mesh,
     shard_module,
 )
-from dtensor_compile.spmd.annotate import mark_of, note
+from dtensor_compile.spmd.annotate import mark_of, note_mark
 from dtensor_compile.testing import on_ranks
 from tests.spmd.test_annotate import follows
 
@@ -73,7 +73,7 @@ def same(model, x, calls=2):
                 module.zero_grad()
                 given = x.clone().requires_grad_()
                 if mark is not None:
-                    note(given, mark.mesh, mark.mark)
+                    note_mark(given, mark.mesh, mark.mark)
                 torch.manual_seed(call)
                 y = run(given)
                 y.square().sum().backward()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dtensor_compile.errors import TopologyError
 from dtensor_compile.topology import compute_seconds
-from dtensor_compile.topology.files import device_values, from_values, gpu, save, to_values, topology
+from dtensor_compile.topology.files import device_values, find_gpu, from_values, save_topology, to_values, topology
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Link, seconds_over, slowest
 from dtensor_compile.topology.measured_rates import H100
@@ -70,7 +70,7 @@ def test_a_gpus_file_keeps_them(tmp_path):
     sizes = {name: getattr(known, name) for name in ("name", "multiprocessors", "bytes", "shared_memory", "l2")}
     values = {**sizes, "capability": capability, "device": device_values(known.device)}
     (tmp_path / "gpu.json").write_text(json.dumps(values))
-    assert gpu(tmp_path / "gpu.json") == known
+    assert find_gpu(tmp_path / "gpu.json") == known
 
 
 MEASURED = Link(1.0, 100.0, shared=True, collectives=(("all_gather", 4, Curve(((10.0, 5.0), (1000.0, 50.0)))),))
@@ -103,7 +103,7 @@ def test_ranks_beside_the_measured_group_take_their_share():
 
 def test_a_topologys_file_keeps_them(tmp_path):
     known = dataclasses.replace(CLUSTERS["cpu-loopback"], between=MEASURED)
-    save(known, tmp_path / "t.json")
+    save_topology(known, tmp_path / "t.json")
     assert topology(tmp_path / "t.json") == known
 
 
@@ -127,7 +127,7 @@ def test_collectives_that_are_none(collectives, message):
 def test_a_file_keeps_the_contention_of_a_device(tmp_path):
     known = CLUSTERS["h100"]
     assert known.device.contention > 0
-    save(known, tmp_path / "t.json")
+    save_topology(known, tmp_path / "t.json")
     assert topology(tmp_path / "t.json") == known
     values = to_values(known)
     values["device"]["contention"] = 1.0

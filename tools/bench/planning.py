@@ -20,7 +20,7 @@ from rich.table import Table
 from dtensor_compile.planner import exchange, lower_bound
 from dtensor_compile.planner import search as plan
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner import steps as plan_steps
+from dtensor_compile.planner import steps as cheapest_plan
 
 #: Source, target, shape.
 CASES = (
@@ -34,8 +34,8 @@ CASES = (
     ("S(0)S(1)", "S(1)S(0)", (4096, 4096)),
 )
 REMEMBERS = (
-    plan._plan, plan_steps._detours, plan_steps._contains, exchange.traffic, exchange._assign,
-    lower_bound.sent_lower_bound, lower_bound._in_common, shards.held, shards.common,
+    plan._plan, cheapest_plan._detours, cheapest_plan._contains, exchange.traffic, exchange._assign,
+    lower_bound.sent_lower_bound, lower_bound._in_common, shards.held_intervals, shards.common,
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def milliseconds(source: str, target: str, mesh_shape: tuple[int, ...], shape: t
     for function in REMEMBERS:
         function.cache_clear()
     began = time.process_time()
-    plan.plan(source, target, mesh_shape, shape)
+    plan.cheapest_plan(source, target, mesh_shape, shape)
     return 1e3 * (time.process_time() - began)
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     found = []
     for number, (source, target, shape) in enumerate(CASES):
         medians = {"x".join(map(str, mesh)): statistics.median(times[number, mesh]) for mesh in meshes}
-        steps = "; ".join(map(str, plan.plan(source, target, meshes[-1], shape)))
+        steps = "; ".join(map(str, plan.cheapest_plan(source, target, meshes[-1], shape)))
         found.append({"source": source, "target": target, "shape": shape, "milliseconds": medians, "plan": steps})
         table.add_row(source, target, str(shape), *(f"{median:.1f}" for median in medians.values()), steps)
     Console(width=160).print(table)

@@ -51,7 +51,7 @@ def make_holders(state: FSDPState) -> None:
             setattr(group, HOLDER, torch.tensor(number))
 
 
-def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placement, ...]) -> None:
+def add_to_held(number: int, index: int, grad: torch.Tensor, placements: tuple[Placement, ...]) -> None:
     """Adds the gradient of an unsharded parameter to its held gradient, where eager's next backward finds it, too.
 
     Args:

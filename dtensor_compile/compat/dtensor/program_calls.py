@@ -25,7 +25,7 @@ from dtensor_compile.compat.aot.symbolic.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.record import checkpointed, fake_like, graphs_in
 from dtensor_compile.compat.dtensor.rules.factors import tensor_leaves
-from dtensor_compile.compat.dtensor.rules.operator_strategies import ask
+from dtensor_compile.compat.dtensor.rules.operator_strategies import ask_rule
 from dtensor_compile.compat.dtensor.specs import Spec, meta_of, with_local
 from dtensor_compile.compat.dtensor.step_record import (
     BACKWARD,
@@ -137,7 +137,7 @@ class _Recorder(Calls):
         plain_result = tree_map(_numbered(outputs, self.step.tensors), result)
         call = StepCall(func, plain_args, plain_kwargs, plain_result, inputs, outputs, phase, self._module(phase))
         placed = Strategy(tuple(placements_of(x, mesh) for x in given), tuple(placements_of(x, mesh) for x in made))
-        taken = ask(call, mesh, placed.inputs)
+        taken = ask_rule(call, mesh, placed.inputs)
         if not isinstance(taken, Strategy) or taken.outputs != placed.outputs:
             taken = placed
         self.step.taken[len(self.step.calls)] = taken

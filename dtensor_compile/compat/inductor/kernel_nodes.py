@@ -146,7 +146,7 @@ def block_of(kernel: Any) -> torch.fx.GraphModule | None:
     return getattr(called, "graph_module", None)
 
 
-def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:
+def tie_kernels(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:
     """Makes each kernel that satisfies `is_tied` depend on the one before it, instead of on Inductor's own fake
     dependencies."""
     from torch._inductor.dependencies import WeakDep

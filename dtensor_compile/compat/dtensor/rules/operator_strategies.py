@@ -101,7 +101,7 @@ class Refusal:
     reason: str
 
 
-def ask(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | str:
+def ask_rule(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Strategy | str:
     """The strategy that DTensor's rule chooses for inputs with these placements, some of which it may redistribute; the
     reason if it refuses them."""
     placements = iter(given)
@@ -138,7 +138,7 @@ def asked(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> Stra
     """The strategy with exactly these inputs; None if DTensor's rule refuses them or redistributes one."""
     _asked.as_it_is = True
     try:
-        found = ask(call, mesh, given)
+        found = ask_rule(call, mesh, given)
     finally:
         _asked.as_it_is = False
     return found if isinstance(found, Strategy) and found.inputs == tuple(given) else None
@@ -173,13 +173,13 @@ def strategies_on_one_dim(call: StepCall, mesh: DeviceMesh) -> DimStrategies:
             if tensor.shape[dim] % size:
                 refused.append(Refusal(i, cut[0], f"{tensor.shape[dim]} does not divide into {size} even shards"))
             elif not any(strategy.inputs[i] == cut for strategy in found):
-                answer = ask(call, mesh, [*everywhere[:i], cut, *everywhere[i + 1 :]])
+                answer = ask_rule(call, mesh, [*everywhere[:i], cut, *everywhere[i + 1 :]])
                 if isinstance(answer, Strategy) and answer.inputs[i] == cut:
                     found[answer] = None
                 else:
                     refused.append(Refusal(i, cut[0], _why_not(answer, i)))
     for given in _partial_inputs(tensors) if replicated else ():
-        answer = ask(call, mesh, given)
+        answer = ask_rule(call, mesh, given)
         if isinstance(answer, Strategy) and answer.inputs == tuple(given):
             found[answer] = None
         else:
@@ -209,7 +209,7 @@ __all__ = [
     "Placements",
     "Refusal",
     "Strategy",
-    "ask",
+    "ask_rule",
     "asked",
     "results_known",
     "strategies_on_one_dim",

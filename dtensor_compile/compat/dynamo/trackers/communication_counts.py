@@ -79,7 +79,7 @@ def is_counting() -> bool:
     return any(isinstance(mode, _Counter) for mode in _get_current_dispatch_mode_stack())
 
 
-def fill(mode: CommDebugMode, counts: Counts) -> CommDebugMode:
+def with_counts(mode: CommDebugMode, counts: Counts) -> CommDebugMode:
     """The mode with the given counts, as after a ``with`` statement, all of it outside of modules."""
     mode.comm_counts = defaultdict(int, counts)
     mode.comm_module_counts = {"Global": {"forward": defaultdict(int, counts), "backward": defaultdict(int)}}
@@ -135,7 +135,7 @@ class CommModeVariable(ContextVariable):
         result = super().exit(tx, *args)
         counts = self.counts()
         if self.source is not None and not is_export(tx):
-            call_after_graph(tx, lambda mode: fill(mode, counts), [self])
+            call_after_graph(tx, lambda mode: with_counts(mode, counts), [self])
         return result
 
     def counts(self) -> Counts:
@@ -167,6 +167,6 @@ class CommModeVariable(ContextVariable):
         if self.source is not None:
             return codegen(self.source)
         counts = self.counts()
-        source = constant_source(codegen.tx, "comm_mode", lambda: fill(CommDebugMode(), counts))
+        source = constant_source(codegen.tx, "comm_mode", lambda: with_counts(CommDebugMode(), counts))
         codegen.add_push_null(lambda: codegen(source))
         codegen.extend_output(create_call_function(0, False))
