@@ -2,8 +2,8 @@
 
     python tools/sizes.py            (ends with status 1 where there are any)
 
-Functions have at most 60 lines, classes 200, files 400, docstrings and decorators included; folders of `compat/` have at
-most 15 modules. A class name, and a name of a module, stands for one thing; a public function has at least five
+Functions have at most 60 lines, classes 200, files 400, docstrings and decorators included; folders of `compat/` have
+at most 15 modules. A class name, and a name of a module, stands for one thing; a public function has at least five
 letters."""
 
 from __future__ import annotations

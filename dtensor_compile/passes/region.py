@@ -123,9 +123,7 @@ class Region:
 
     def readers(self, node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node], list[torch.fx.Node]]:
         """The readers of a member: other members, redistributions of it, and the rest."""
-        mine: list[torch.fx.Node] = []
-        moved: list[torch.fx.Node] = []
-        others: list[torch.fx.Node] = []
+        mine, moved, others = list[torch.fx.Node](), list[torch.fx.Node](), list[torch.fx.Node]()
         for user in node.users:
             if is_redistribution(user):
                 this, was = redistribution_of(user), self.members[node].was[0]
@@ -254,8 +252,7 @@ class Region:
                 replace(user, new, shared=True)
             else:
                 replace(user, redistribute(this, like=user, before=user))
-        outside = {user for user in (*others, *mine) if user not in held}
-        if outside:
+        if outside := {user for user in (*others, *mine) if user not in held}:
             this = RedistributeNode(new, now.spec, was.spec, self.mesh, was.shape)
             place, origin = _place(node, outside), self.origins[node]
             like = origin if runs_when(origin) == runs_when(place) else node
