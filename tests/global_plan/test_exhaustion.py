@@ -131,7 +131,7 @@ def check(model) -> None:
     assert choice.seconds <= best * (1 + AS_FAST) + 1e-12
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_small_programs_are_placed_as_well_as_can_be(mesh, seed):
     check(model_of(mesh, seed, 12, False))
 
@@ -162,13 +162,12 @@ def check_within_budgets(model) -> None:
         assert choice.seconds <= best * (1 + WITHIN_A_BUDGET)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_small_programs_within_a_budget(mesh, seed):
-    check_within_budgets(model_of(mesh, seed, 4, True))
+def test_a_small_program_within_a_budget(mesh):
+    check_within_budgets(model_of(mesh, 1, 4, True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("seed", range(20))
 def test_many_small_programs_within_a_budget(mesh, seed):
     check_within_budgets(model_of(mesh, seed, 4, True))
 

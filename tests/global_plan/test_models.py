@@ -14,7 +14,7 @@ from tests.global_plan.models import MODELS
 
 STEPS = 3
 #: Models of the fast suite.
-FEW = ("experts", "convolution")
+FEW = ("recommender", "convolution")
 
 
 def whole(x):

@@ -22,9 +22,9 @@ from dtensor_compile.topology.links import CLUSTERS, Link
 SLOW = dataclasses.replace(CLUSTERS["h100"], inside=Link(1e-9, 1e7), between=Link(1e-9, 1e7))
 
 
-def small_llama(layers=2):
+def small_llama():
     torch.manual_seed(0)
-    return Llama(LlamaConfig(layers=layers, dim=256, ffn_dim=1024, heads=4, kv_heads=4, vocab=128, sequence=8))
+    return Llama(LlamaConfig(layers=1, dim=256, ffn_dim=1024, heads=4, kv_heads=4, vocab=128, sequence=8))
 
 
 def written(plan, form):
@@ -69,7 +69,7 @@ def test_styles_of_columns_and_rows():
 @on_ranks(4)
 def test_styles_and_fully_shard():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain = small_llama(1)
+    plain = small_llama()
     tokens = torch.randint(0, 128, (2, 8))
     fixed = {name: [Shard(0), *p] for name, p in megatron([name for name, _ in plain.named_parameters()]).items()}
     plan = place(plain, mesh, tokens, topology=SLOW, fixed={**fixed, "0": [Shard(0), Replicate()]})
@@ -86,7 +86,9 @@ def test_styles_and_fully_shard():
 def test_code_of_other_meshes():
     with job(8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        plan = place(nn.Linear(8, 8), mesh, torch.ones(8, 8), topology="h100")
+        whole = [Replicate()] * 3
+        fixed = {name: whole for name in ("weight", "bias", "0")}
+        plan = place(nn.Linear(8, 8), mesh, torch.ones(8, 8), topology="h100", fixed=fixed)
         with pytest.raises(PlacementError, match="one or two dims, not 3"):
             placement_code(plan, "styles")
         assert set(written(plan, "tensors")["STATE"]) == {"weight", "bias"}
@@ -95,7 +97,7 @@ def test_code_of_other_meshes():
 @on_ranks(2)
 def test_marks():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    plain = small_llama(1)
+    plain = small_llama()
     names = [name for name, _ in plain.named_parameters()]
     tokens = torch.randint(0, 128, (2, 8))
     plan = place(plain, mesh, tokens, topology=SLOW, fixed={**megatron(names), "0": [Replicate()]})

@@ -272,7 +272,7 @@ def test_what_changes_the_state_of_torch_and_what_does_not():
     assert "changes the state of torch around them" in about[1]
 
 
-@pytest.mark.parametrize("layout", [tensor_parallel, LAYOUTS[1]])
+@pytest.mark.parametrize("layout", [tensor_parallel, pytest.param(LAYOUTS[1], marks=pytest.mark.slow)])
 def test_a_recording_of_compiled_kernels(layout):
     recording_of_kernels(layout)
 
