@@ -1,11 +1,12 @@
 """The peak of memory that ``dtensor-compile plan`` forecasts for an emulated GPU, against what the same programs
-allocate on a CPU.
+allocate on a CPU; beside it, what torch's tracker of ``fully_shard`` says of eager, against what eager allocates.
 
     python tools/bench/plan_memory.py [--only TEXT] [--json FILE]
 
 Each program makes two training steps on one rank of a simulated job with real tensors; of the second, what torch's CPU
 allocator gives out is counted by the profiler, on top of parameters and states. The forecast is of the code for an
-emulated H100: other kernels are fused there, so that the two need not be equal.
+emulated H100: other kernels are fused there, so that the two need not be equal. ``FSDPMemTracker``
+(``torch.distributed._tools``) follows the operators of an eager step, of programs that ``fully_shard`` wraps.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from configurations import Checkpointed
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import tensor_parallel
@@ -47,6 +49,12 @@ class Program:
     mesh: tuple[tuple[str, int], ...]
     mixed: bool = False
     checkpointed: bool = False
+    experts: bool = False
+
+    @property
+    def arguments(self) -> dict[str, bool]:
+        """Of `build`, beside the mesh."""
+        return {"mixed": self.mixed, "checkpointed": self.checkpointed, "experts": self.experts}
 
 
 PROGRAMS = {
@@ -56,13 +64,43 @@ PROGRAMS = {
     "fully_shard x tensor parallel": Program((("dp", 2), ("tp", 2))),
     "fully_shard, checkpointed": Program((("dp", 2),), checkpointed=True),
     "fully_shard, mixed precision": Program((("dp", 2),), mixed=True),
+    "fully_shard, experts": Program((("dp", 2),), experts=True),
 }
 
 
-def build(mesh: DeviceMesh, mixed: bool = False, checkpointed: bool = False) -> tuple[nn.Module, tuple[torch.Tensor]]:
+class Experts(nn.Module):
+    """Each token goes to one of a few experts, as long as that has room; dispatched by products, as in GShard
+    (arXiv:2006.16668, algorithm 1)."""
+
+    def __init__(self, config: LlamaConfig, count: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.dim, count, bias=False)
+        self.up = nn.Parameter(torch.randn(count, config.dim, config.ffn_dim) / config.dim**0.5)
+        self.down = nn.Parameter(torch.randn(count, config.ffn_dim, config.dim) / config.ffn_dim**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        count = self.up.shape[0]
+        room = tokens.shape[0] // count
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        is_chosen = F.one_hot(chosen, count)
+        place = is_chosen.cumsum(0) * is_chosen - 1
+        goes_to = F.one_hot(place.clamp(0, room - 1), room) * ((place >= 0) & (place < room)).unsqueeze(-1)
+        dispatch = goes_to.to(x.dtype)
+        hidden = torch.einsum("tec,td->ecd", dispatch, tokens) @ self.up
+        out = torch.einsum("tec,ecd->td", dispatch * weight[:, None, None], F.silu(hidden) @ self.down)
+        return out.view_as(x)
+
+
+def build(
+    mesh: DeviceMesh, mixed: bool = False, checkpointed: bool = False, experts: bool = False
+) -> tuple[nn.Module, tuple[torch.Tensor]]:
     """The target of the plan."""
     with torch.device(mesh.device_type):
         model: nn.Module = Llama(CONFIG)
+        if experts:
+            for block in model.blocks:
+                block.feed_forward = Experts(CONFIG)
         tokens = torch.zeros(BATCH, CONFIG.sequence, dtype=torch.long)
     return spread(model, mesh, mixed, checkpointed), (tokens,)
 
@@ -81,14 +119,18 @@ def spread(model: nn.Module, mesh: DeviceMesh, mixed: bool, checkpointed: bool) 
     return model
 
 
-def allocated(program: Program) -> int:
-    """Bytes at the peak of the second step, on a CPU."""
+def allocated(program: Program, backend: str | None = "dtensor") -> tuple[int, int]:
+    """Bytes at the peak of the second step, on a CPU, and what torch's tracker says of it (0 where it does not apply).
+
+    Args:
+        backend: None runs the program in eager.
+    """
     torch.set_num_threads(1)
     with job(math.prod(size for _, size in program.mesh)):
         names, sizes = zip(*program.mesh)
-        model, (tokens,) = build(make_mesh(sizes, names), program.mixed, program.checkpointed)
+        model, (tokens,) = build(make_mesh(sizes, names), **program.arguments)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        run = torch.compile(model, backend="dtensor")
+        run = torch.compile(model, backend=backend) if backend else model
 
         def step() -> None:
             _loss(run(tokens)).backward()
@@ -97,7 +139,15 @@ def allocated(program: Program) -> int:
 
         step()
         states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        return _bytes_of([*model.parameters(), *model.buffers(), tokens, *states]) + allocated_peak(step)
+        peak = _bytes_of([*model.parameters(), *model.buffers(), tokens, *states]) + allocated_peak(step)
+        tracked = 0
+        if backend is None and isinstance(model, FSDPModule):
+            tracker = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs((tokens,))
+            with tracker:
+                step()
+            tracked = sum(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values())
+        return peak, tracked
 
 
 def _loss(out: torch.Tensor) -> torch.Tensor:
@@ -118,9 +168,22 @@ def measure(name: str) -> dict[str, Any]:
         Job(program.mesh),
         gpu="h100",
         settings=StepSettings("cross_entropy"),
-        arguments={"mixed": program.mixed, "checkpointed": program.checkpointed},
+        arguments=program.arguments,
     )
-    return {"name": name, "forecast": plan.memory.peak, "allocated": allocated(program)}
+    eager, tracked = allocated(program, None)
+    return {
+        "name": name,
+        "forecast": plan.memory.peak,
+        "allocated": allocated(program)[0],
+        "eager": eager,
+        "tracked": tracked,
+    }
+
+
+def _compared(measured: int, said: int) -> list[str]:
+    """Both in MiB, and by how much one is larger; the first alone if nothing is said."""
+    mib = f"{measured / 2**20:.1f}"
+    return [mib, f"{said / 2**20:.1f}", f"{said / measured - 1:+.1%}"] if said else [mib, "", ""]
 
 
 def main() -> None:
@@ -135,11 +198,12 @@ def main() -> None:
                 rows.append(pool.apply(measure, (name,)))
             print(rows[-1], flush=True)
     table = Table(title="peak of a training step, MiB")
-    for column in ("program", "allocated", "forecast", "difference"):
+    for column in ("program", "allocated", "forecast", "difference", "eager", "FSDPMemTracker", "difference"):
         table.add_column(column, justify="left" if column == "program" else "right")
     for row in rows:
-        mib = [f"{row[key] / 2**20:.1f}" for key in ("allocated", "forecast")]
-        table.add_row(row["name"], *mib, f"{row['forecast'] / row['allocated'] - 1:+.1%}")
+        table.add_row(
+            row["name"], *_compared(row["allocated"], row["forecast"]), *_compared(row["eager"], row["tracked"])
+        )
     Console().print(table)
     if args.json:
         with open(args.json, "w") as file:
