@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtensor_compile.planner.search import StepKind, elements_sent
-from dtensor_compile.topology import CLUSTERS, Device, Link, save
+from dtensor_compile.topology import CLUSTERS, Device, Link, save_topology
 from dtensor_compile.topology.files import KINDS
 from dtensor_compile.topology.rates import Curve
 
@@ -264,7 +264,7 @@ def main() -> None:
             hosts = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             links = {"inside": link, "between": link} if hosts == n else {"between": link}
             about = {"name": args.name, "ranks_per_host": hosts, "device": device, **links}
-            save(dataclasses.replace(CLUSTERS["cpu-1gbit"], **about), args.save)
+            save_topology(dataclasses.replace(CLUSTERS["cpu-1gbit"], **about), args.save)
     dist.barrier()
     dist.destroy_process_group()
 

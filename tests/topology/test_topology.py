@@ -15,7 +15,7 @@ from dtensor_compile.topology import (
     Cluster,
     Link,
     from_values,
-    save,
+    save_topology,
     seconds_over,
     to_values,
     topology,
@@ -38,7 +38,7 @@ bandwidth = 1e9
 
 @pytest.mark.parametrize("name", sorted(CLUSTERS))
 def test_preset_survives_a_file(name, tmp_path):
-    save(topology(name), tmp_path / "t.json")
+    save_topology(topology(name), tmp_path / "t.json")
     assert topology(tmp_path / "t.json") == CLUSTERS[name] == from_values(to_values(CLUSTERS[name]))
 
 
@@ -81,7 +81,7 @@ def test_bad_names_and_files(tmp_path):
     with pytest.raises(TopologyError, match="does not parse"):
         topology(tmp_path / "t.toml")
     with pytest.raises(TopologyError, match=r"call the file .*t\.json"):
-        save(CLUSTERS["h100"], tmp_path / "t.toml")
+        save_topology(CLUSTERS["h100"], tmp_path / "t.toml")
 
 
 def test_option(tmp_path):

@@ -20,7 +20,7 @@ from rich.table import Table
 from dtensor_compile.planner import exchange, lower_bound
 from dtensor_compile.planner import search as plan
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner import steps as cheapest_plan
+from dtensor_compile.planner import steps as plan_steps
 
 #: Source, target, shape.
 CASES = (
@@ -34,7 +34,7 @@ CASES = (
     ("S(0)S(1)", "S(1)S(0)", (4096, 4096)),
 )
 REMEMBERS = (
-    plan._plan, cheapest_plan._detours, cheapest_plan._contains, exchange.traffic, exchange._assign,
+    plan._plan, plan_steps._detours, plan_steps._contains, exchange.traffic, exchange._assign,
     lower_bound.sent_lower_bound, lower_bound._in_common, shards.held_intervals, shards.common,
 )  # fmt: skip
 

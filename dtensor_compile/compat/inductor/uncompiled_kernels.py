@@ -28,13 +28,20 @@ class LoweredGraph:
     """The graph that is being compiled, as our lowering left it."""
 
     def __init__(self) -> None:
-        self.module: torch.fx.GraphModule | None = None
+        self._copy: tuple[torch.fx.GraphModule, torch.fx.Graph] | None = None
 
     def keep(self, graph: torch.fx.Graph) -> None:
         assert graph.owning_module is not None
         copy = torch.fx.Graph()
         copy.output(copy.graph_copy(graph, {}))
-        self.module = torch.fx.GraphModule(graph.owning_module, copy)
+        self._copy = graph.owning_module, copy
+
+    def forget(self) -> None:
+        self._copy = None
+
+    def module(self) -> torch.fx.GraphModule | None:
+        """The graph, with code that runs it, which is only made here; None if none is kept."""
+        return self._copy and torch.fx.GraphModule(*self._copy)
 
 
 @dataclass
@@ -65,20 +72,20 @@ def run_uncompiled(
     """
 
     def compile_or_run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        lowered.module = None
+        lowered.forget()
         try:
             return compile_graph(gm, example_inputs, **kwargs)
         except Exception as error:
             output = compiler_output(getattr(error, "inner_exception", error))
-            if output is None or lowered.module is None:
+            if output is None or (module := lowered.module()) is None:
                 raise
             on_failure("backward" if kwargs.get("is_backward") else "forward", output)
             context = TracingContext.try_get()
             if context is not None and context.output_strides:
                 context.output_strides.clear()  # these belong to the kernels; operators have the strides of the graph
-            return _Operators(run=run_boxed(lowered.module))
+            return _Operators(run=run_boxed(module))
         finally:
-            lowered.module = None
+            lowered.forget()
 
     return compile_or_run
 
