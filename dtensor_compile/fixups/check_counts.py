@@ -10,7 +10,7 @@ counts out, which is an error. (While tracing, the length is assumed to be ``min
 Upstream: not reported: follows from this package's own assumption on the length; the data-dependent length is the
     matter of https://github.com/pytorch/pytorch/issues/192343 (`torch.bincount` causes `D2H` and potentially breaks
     `cuda graph` and `torch.compile` and `overlap compute`).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: the length of bincount(minlength=n) can be assumed to be n with a check at run time that is kept.
 """
 

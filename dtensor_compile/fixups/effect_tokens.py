@@ -10,7 +10,7 @@ cannot run.
 Upstream: https://github.com/pytorch/pytorch/issues/129486 (Compiling tensor subclasses fails when using custom op with
     effect tokens; closed, another symptom of the same combination); the effect itself is
     https://github.com/pytorch/pytorch/pull/184111 (Preserve linalg error checks in AOT graphs; closed).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: AOTAutograd gives tokens of effects inside of tensor subclasses real tensors or its token input.
 """
 

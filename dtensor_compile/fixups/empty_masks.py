@@ -6,7 +6,7 @@ a gradient would be sent as one dtype and received as another, which reads unini
 
 Upstream: not reported: shows only where a mask of an empty shard is sent to another rank; the dtype of an empty mask is
     worth a report.
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: native_dropout on a CPU returns a bool mask for tensors without elements.
 """
 

@@ -10,7 +10,7 @@ over ranks.
 Upstream: not reported: needs a maximum that was changed in place, for instance to the largest of all ranks; eager's
     formula is https://github.com/pytorch/pytorch/pull/45280 (Fixed handling of nan for evenly_distribute_backward;
     closed).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: evenly_distribute_backward selects by the mask for subclasses and tensors that are traced, as on a CPU.
 """
 

@@ -8,7 +8,7 @@ Inductor uses fake values to keep copies if both copy and original are outputs: 
 
 Upstream: not reported: a consequence of passes that put nodes in the place of others, which torch's own passes fix by
     FakeTensorUpdater.
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: this package's lowering updates fake values with torch's FakeTensorUpdater, or Inductor does before it
     drops copies.
 """
