@@ -31,7 +31,7 @@ from dtensor_compile.graph.inline_subgraph import inline
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import FUSED, is_wait, source_line
 from dtensor_compile.graph.operator_traits import VIEWS
-from dtensor_compile.ops.groups import REDISTRIBUTES
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced
     after    p = cat([x.view(2, -1), y.view(2, -1)], 1); w = wait(all_to_all_single(p)).view(2, -1)
              t = w[0] + w[1]; a = t[:k]; b = t[k:]
 
-    If all results are outputs, which live equally long, one kernel adds the parts of all, and results are views of its
+    Gradients that the program reduces as one group, and that are outputs, are added by one kernel, and are views of its
     result, as those of ``fully_shard`` are. Otherwise the kernels that read a result add its parts.
     """
     graph, inputs, (_, n, _) = start.graph, list_arg(start, 0), _about(start)
@@ -139,7 +139,7 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
         total = _added(start, _waited(exchange, start), sum(sizes), traced)
-        part, first = _kept_part if all(map(_is_output, waits)) else _part, 0
+        part, first = _kept_part if GROUP in start.meta and all(map(_is_output, waits)) else _part, 0
         for size, item in zip(sizes, sorted(start.users, key=lambda item: const_arg(item, 1, int))):
             (wait,) = item.users
             wait.replace_all_uses_with(part(total, first, wait))

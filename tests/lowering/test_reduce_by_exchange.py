@@ -11,6 +11,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from dtensor_compile.graph.nodes import is_start
 from dtensor_compile.lowering import reduce_by_exchange as module
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
+from dtensor_compile.ops.groups import GROUP, Group
 from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.schedule.bucket import bucket_collectives
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
@@ -107,8 +108,10 @@ def test_an_empty_tensor():
     changed(reduce_by_exchange, total, (4, 0))
 
 
-def bucketed(dtype=torch.float32, op="sum", shapes=((4, 3), (8,), (4, 0), (12, 2, 2))):
+def bucketed(dtype=torch.float32, op="sum", shapes=((4, 3), (8,), (4, 0), (12, 2, 2)), grouped=False):
     def run(graph):
+        for node in graph.nodes:
+            node.meta |= {GROUP: Group("a")} if grouped and is_start(node) else {}
         inputs = [torch.ones(shape, dtype=dtype) for shape in shapes]
         FakeTensorProp(graph.owning_module, FakeTensorMode()).propagate(
             *inputs
@@ -143,11 +146,18 @@ view_3: [2, 10] = view(wait_tensor_default, [2, 10])
 select: [10] = select(view_3, 0, 0)
 select_1: [10] = select(view_3, 0, 1)
 add: [10] = add(select, select_1)
-as_strided_default: [2, 3] = as_strided(add, [2, 3], [3, 1], 0)
-as_strided_default_1: [4] = as_strided(add, [4], [1], 6)
-return [as_strided_default, as_strided_default_1]
+slice_tensor: [6] = slice(add, 0, 0, 6)
+view_default: [2, 3] = view(slice_tensor, [2, 3])
+slice_tensor_1: [4] = slice(add, 0, 6, 10)
+view_default_1: [4] = view(slice_tensor_1, [4])
+return [view_default, view_default_1]
 """,
         )
+
+
+def test_results_of_a_group_are_views_of_one_sum():
+    text, _ = run_on_ranks(2, bucketed, grouped=True)[0]
+    assert text.count("= as_strided(add, ") == 4 and "slice" not in text
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
