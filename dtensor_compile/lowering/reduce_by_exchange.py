@@ -30,8 +30,7 @@ from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes
 from dtensor_compile.graph.inline_subgraph import inline
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import FUSED, is_wait, source_line
-from dtensor_compile.graph.operator_traits import VIEWS
-from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
+from dtensor_compile.ops.groups import REDISTRIBUTES
 
 aten = torch.ops.aten
 
@@ -100,7 +99,7 @@ def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
     """Replaces a collective and its wait by one exchange and a sum; `traced` caches traced sums by key."""
-    graph, x, (_, n, _) = start.graph, node_arg(start, 0), _about(start)
+    graph, x, (op, n, _) = start.graph, node_arg(start, 0), _about(start)
     size = value_of(x).shape[0]
     rows: Any = size // n
     meta = inherited(start)
@@ -111,7 +110,10 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.
             part = add_call(graph, operator.floordiv, (whole, n), meta=meta, value=rows)
         exchange = _exchange(x, [part] * n, start)
     with graph.inserting_before(wait):
-        result = _added(start, _waited(exchange, start), part, traced)
+        done = _waited(exchange, start)
+        result = _traced(
+            start, lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), (done, part), (op, n), traced
+        )
     wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(start)
@@ -122,12 +124,12 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced
 
     before   s = reduce_scatter_tensor_coalesced([x, y], "sum", 2, group); a = wait(s[0]); b = wait(s[1])
     after    p = cat([x.view(2, -1), y.view(2, -1)], 1); w = wait(all_to_all_single(p)).view(2, -1)
-             t = w[0] + w[1]; a = t[:k]; b = t[k:]
+             a = w[0, :k] + w[1, :k]; b = w[0, k:] + w[1, k:]
 
-    Gradients that the program reduces as one group, and that are outputs, are added by one kernel, and are views of its
-    result, as those of ``fully_shard`` are. Otherwise the kernels that read a result add its parts.
+    Results are sums of their own and not views of one: a call copies a gradient that shares memory with another one
+    (`native/native_code/gradients.h`).
     """
-    graph, inputs, (_, n, _) = start.graph, list_arg(start, 0), _about(start)
+    graph, inputs, (op, n, _) = start.graph, list_arg(start, 0), _about(start)
     sizes = [value_of(x).numel() // n for x in inputs]
 
     def pack(*tensors: torch.Tensor) -> torch.Tensor:
@@ -138,11 +140,12 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced
         exchange = _exchange(packed, [sum(sizes)] * n, start)
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
-        total = _added(start, _waited(exchange, start), sum(sizes), traced)
-        part, first = _kept_part if GROUP in start.meta and all(map(_is_output, waits)) else _part, 0
+        done, first = _waited(exchange, start), 0
         for size, item in zip(sizes, sorted(start.users, key=lambda item: const_arg(item, 1, int))):
             (wait,) = item.users
-            wait.replace_all_uses_with(part(total, first, wait))
+            shape = value_of(wait).shape
+            part = _part((n, sum(sizes)), slice(first, first + size), shape, op)
+            wait.replace_all_uses_with(_traced(wait, part, (done,), (op, n, first, shape), traced))
             first += size
     for item in list(start.users):
         for wait in list(item.users):
@@ -151,31 +154,10 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced
     graph.erase_node(start)
 
 
-def _added(start: torch.fx.Node, parts: torch.fx.Node, rows: Any, traced: dict[Any, torch.fx.Graph]) -> torch.fx.Node:
-    """The reduction of `start` over the received `parts`, each of so many rows."""
-    op, n, _ = _about(start)
-    return _traced(
-        start, lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), (parts, rows), (op, n), traced
-    )
-
-
-def _part(total: torch.fx.Node, first: int, like: torch.fx.Node) -> torch.fx.Node:
-    """The elements of `total` from number `first` on, in the shape of `like`."""
-    value, meta = value_of(like), inherited(like)
-    row = add_call(total.graph, aten.slice.Tensor, (total, 0, first, first + value.numel()), meta=meta)
-    return add_call(total.graph, aten.view.default, (row, list(value.shape)), meta=meta)
-
-
-def _kept_part(total: torch.fx.Node, first: int, like: torch.fx.Node) -> torch.fx.Node:
-    """The same of a tensor that is written to memory: Inductor does so for what is viewed by strides."""
-    value = value_of(like)
-    args = (total, list(value.shape), list(value.stride()), first)
-    return add_call(total.graph, aten.as_strided.default, args, meta=inherited(like))
-
-
-def _is_output(node: torch.fx.Node) -> bool:
-    """Whether only the output reads a node, or views of it."""
-    return all(user.op == "output" or user.target in VIEWS and _is_output(user) for user in node.users)
+def _part(
+    packed: tuple[int, int], where: slice, shape: Sequence[int], op: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda parts: _reduced(parts.view(packed)[:, where], op).view(shape)
 
 
 def _about(start: torch.fx.Node) -> tuple[str, int, str]:

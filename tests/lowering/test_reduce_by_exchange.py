@@ -11,7 +11,6 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from dtensor_compile.graph.nodes import is_start
 from dtensor_compile.lowering import reduce_by_exchange as module
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
-from dtensor_compile.ops.groups import GROUP, Group
 from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.schedule.bucket import bucket_collectives
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
@@ -108,10 +107,8 @@ def test_an_empty_tensor():
     changed(reduce_by_exchange, total, (4, 0))
 
 
-def bucketed(dtype=torch.float32, op="sum", shapes=((4, 3), (8,), (4, 0), (12, 2, 2)), grouped=False):
+def bucketed(dtype=torch.float32, op="sum", shapes=((4, 3), (8,), (4, 0), (12, 2, 2))):
     def run(graph):
-        for node in graph.nodes:
-            node.meta |= {GROUP: Group("a")} if grouped and is_start(node) else {}
         inputs = [torch.ones(shape, dtype=dtype) for shape in shapes]
         FakeTensorProp(graph.owning_module, FakeTensorMode()).propagate(
             *inputs
@@ -143,21 +140,35 @@ view_2: [20] = view(cat, [-1])
 all_to_all_single_default: [20] = all_to_all_single(view_2, [10, 10], [10, 10])
 wait_tensor_default: [20] = wait_tensor(all_to_all_single_default)
 view_3: [2, 10] = view(wait_tensor_default, [2, 10])
-select: [10] = select(view_3, 0, 0)
-select_1: [10] = select(view_3, 0, 1)
-add: [10] = add(select, select_1)
-slice_tensor: [6] = slice(add, 0, 0, 6)
-view_default: [2, 3] = view(slice_tensor, [2, 3])
-slice_tensor_1: [4] = slice(add, 0, 6, 10)
-view_default_1: [4] = view(slice_tensor_1, [4])
-return [view_default, view_default_1]
+slice_1: [2, 6] = slice(view_3, 1, 0, 6)
+select: [6] = select(slice_1, 0, 0)
+select_1: [6] = select(slice_1, 0, 1)
+add: [6] = add(select, select_1)
+view_4: [2, 3] = view(add, [2, 3])
+view_5: [2, 10] = view(wait_tensor_default, [2, 10])
+slice_2: [2, 4] = slice(view_5, 1, 6, 10)
+select_2: [4] = select(slice_2, 0, 0)
+select_3: [4] = select(slice_2, 0, 1)
+add_1: [4] = add(select_2, select_3)
+view_6: [4] = view(add_1, [4])
+return [view_4, view_6]
 """,
         )
 
 
-def test_results_of_a_group_are_views_of_one_sum():
-    text, _ = run_on_ranks(2, bucketed, grouped=True)[0]
-    assert text.count("= as_strided(add, ") == 4 and "slice" not in text
+def shards_in_memory():
+    """Number and bytes of the memory that gradients of a compiled step hold, and their own bytes."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    fully_shard(model, mesh=make_mesh((2,), ("dp",)))
+    torch.compile(model, backend="dtensor", fullgraph=True)(torch.randn(4, 8)).square().sum().backward()
+    shards = [parameter.grad.to_local() for parameter in model.parameters()]
+    memory = {shard.untyped_storage().data_ptr(): shard.untyped_storage().nbytes() for shard in shards}
+    return len(memory), sum(memory.values()), sum(shard.nbytes for shard in shards)
+
+
+def test_gradients_of_a_bucket_have_memory_of_their_own():
+    for count, held, needed in run_on_ranks(2, shards_in_memory):
+        assert (count, held) == (4, needed)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
