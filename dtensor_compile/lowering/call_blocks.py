@@ -1,10 +1,13 @@
-"""Calls of blocks become calls of their graphs, each of which Inductor lowers once.
+"""Calls of graphs, each of which Inductor lowers once; calls of blocks become such.
 
 before   call_block([x, w1], "0.0"); call_block([y, w2], "0.0")
 after    invoke_subgraph(block_0_0, "0.0", x, w1); invoke_subgraph(block_0_0, "0.0", y, w2)
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,14 +26,30 @@ def call_blocks(graph: torch.fx.Graph) -> None:
     for op in CALLS_OF_BLOCKS:
         for node in graph.find_nodes(op="call_function", target=op):
             name = const_arg(node, 1, str)
-            member = "block_" + name.replace(".", "_")
-            if not hasattr(graph.owning_module, member):
-                module = graph_of_block(name).module
-                module.meta |= {BLOCK: name, MODULE: graph_of_block(name).of}
-                setattr(graph.owning_module, member, module)
+            block = graph_of_block(name)
+            block.module.meta |= {BLOCK: name, MODULE: block.of}
+            meta = {key: value for key, value in node.meta.items() if key != _STRIDES}
             with graph.inserting_before(node):
-                called = graph.call_function(CALL, (graph.get_attr(member), name, *list_arg(node, 0)))
-            called.meta = {key: value for key, value in node.meta.items() if key != _STRIDES}
-            called.meta |= {"val": tuple(node.meta["val"]), DRAWS: graph_of_block(name).draws}
+                called = add_graph_call(graph, block.module, list_arg(node, 0), meta)
+            called.meta |= {"val": tuple(node.meta["val"]), DRAWS: block.draws}
             node.replace_all_uses_with(called)
             graph.erase_node(node)
+
+
+def add_graph_call(
+    graph: torch.fx.Graph, module: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node], meta: Mapping[str, Any]
+) -> torch.fx.Node:
+    """A call of the graph of `module` at the insertion point of `graph`.
+
+    Args:
+        module: over tensors; returns a tuple of new tensors. ``module.meta[BLOCK]`` is its name in the module of
+            `graph`, whose member it becomes.
+        meta: of the call; the caller adds its value.
+    """
+    name = module.meta[BLOCK]
+    member = "block_" + name.replace(".", "_")
+    if not hasattr(graph.owning_module, member):
+        setattr(graph.owning_module, member, module)
+    called = graph.call_function(CALL, (graph.get_attr(member), name, *inputs))
+    called.meta = dict(meta)
+    return called

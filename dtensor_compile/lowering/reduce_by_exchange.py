@@ -5,7 +5,9 @@
 
 Rank r keeps part r of the sum over all ranks. Gloo has no reduce-scatter: torch reduces the whole input on every rank
 and keeps a part, which sends the input twice (`topology/backends.py`). Exchanging the parts sends the minimum, (n-1)/n
-of the input, and the additions are fused into the kernel that reads them.
+of the input, and the additions are fused into the kernel that reads them. In a program whose equal blocks are compiled
+once, what packs and adds a bucket is a graph of its own, compiled once for equal buckets: it would be most of what is
+left of such a program (`lowering/call_blocks.py`).
 
 Results are the same: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the
 order of ranks, with a rounding after each as gloo does it; gloo goes around a ring that starts elsewhere for each part,
@@ -15,6 +17,7 @@ reductions are replaced, of dtypes that gloo exchanges, and only rank-uniform on
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -22,14 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
+from dtensor_compile.compat.dynamo.observers.module_names import module_name
 from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes_of, value_of
-from dtensor_compile.graph.inline_subgraph import inline
+from dtensor_compile.graph.inline_subgraph import BLOCK, MODULE, inline
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import FUSED, is_wait, source_line
+from dtensor_compile.lowering.call_blocks import add_graph_call
 from dtensor_compile.ops.groups import REDISTRIBUTES
 
 aten = torch.ops.aten
@@ -44,19 +50,18 @@ UNROLLED = 8
 
 def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
     """Replaces every sum that gloo would scatter."""
-    decisions = []
-    traced: dict[Any, torch.fx.Graph] = {}
+    decisions, pieces = [], _Pieces(graph)
     for node in graph.find_nodes(op="call_function", target=_reduce_scatter):
         waits = [user for user in node.users if is_wait(user)]
         if is_exchanged(node, [node_arg(node, 0)]) and len(waits) == 1 and len(node.users) == 1:
             decisions.append(_decision(node, "reduce_scatter"))
-            _replace(node, waits[0], traced)
+            _replace(node, waits[0], pieces)
     for node in graph.find_nodes(op="call_function", target=_reduce_scatters):
         waits = [next(iter(item.users)) for item in node.users if len(item.users) == 1]
         inputs = list_arg(node, 0)
         if is_exchanged(node, inputs) and len(waits) == len(inputs) and all(map(is_wait, waits)):
             decisions.append(_decision(node, f"reduce_scatter of {len(waits)}"))
-            _replace_bucket(node, waits, traced)
+            _replace_bucket(node, waits, pieces)
     return decisions
 
 
@@ -97,8 +102,59 @@ def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
     return total / n if op == "avg" else total
 
 
-def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
-    """Replaces a collective and its wait by one exchange and a sum; `traced` caches traced sums by key."""
+class _Pieces:
+    """What packs and adds tensors, traced once for equal ones; inlined, or called in a graph that calls blocks."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._graph = graph
+        self._known: dict[Hashable, torch.fx.GraphModule] = {}
+        self._calls = bool(graph.find_nodes(op="call_function", target=CALL))
+
+    def inline(self, like: torch.fx.Node, function: Callable[..., Any], args: Sequence[Any], name: Hashable) -> Any:
+        """Inlines the operators of `function` in place of `like`, at the insertion point of the graph; returns its
+        result there.
+
+        Args:
+            name: of the function: equal ones do the same to equal arguments.
+        """
+        part, again = self._traced(like, function, args, name)
+        return inline(self._graph, part.graph, args, inherited(like), again=again)
+
+    def add(self, like: torch.fx.Node, function: Callable[..., Any], args: Sequence[Any], name: Hashable) -> Any:
+        """As `inline`; where the graph calls blocks, a call of a graph of its own.
+
+        Args:
+            function: takes tensors and returns a tuple of new ones.
+        """
+        part, again = self._traced(like, function, args, name)
+        if not self._calls or any(_facts(value) is None for value in sizes_of(args)):
+            return inline(self._graph, part.graph, args, inherited(like), again=again)
+        part.meta.setdefault(BLOCK, f"{reduce_by_exchange.__name__}.{len(self._known) - 1}")
+        part.meta.setdefault(MODULE, module_name(like))
+        call = add_graph_call(self._graph, part, args, inherited(like))
+        (output,) = part.graph.find_nodes(op="output")
+        values = [value_of(result) for result in output.args[0]]
+        call.meta["val"] = tuple(value.new_empty_strided(value.shape, value.stride()) for value in values)
+        return [
+            add_call(self._graph, operator.getitem, (call, index), meta=inherited(like), value=value)
+            for index, value in enumerate(call.meta["val"])
+        ]
+
+    def _traced(
+        self, like: torch.fx.Node, function: Callable[..., Any], args: Sequence[Any], name: Hashable
+    ) -> tuple[torch.fx.GraphModule, bool]:
+        """The graph of `function`, and whether it is one that was there."""
+        values = sizes_of(args)
+        facts = [_facts(value) for value in values]
+        key = like if None in facts else (name, *facts)
+        again = key in self._known
+        if not again:
+            self._known[key] = trace_local(function, values)
+        return self._known[key], again
+
+
+def _replace(start: torch.fx.Node, wait: torch.fx.Node, pieces: _Pieces) -> None:
+    """Replaces a collective and its wait by one exchange and a sum."""
     graph, x, (op, n, _) = start.graph, node_arg(start, 0), _about(start)
     size = value_of(x).shape[0]
     rows: Any = size // n
@@ -111,15 +167,15 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.
         exchange = _exchange(x, [part] * n, start)
     with graph.inserting_before(wait):
         done = _waited(exchange, start)
-        result = _traced(
-            start, lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), (done, part), (op, n), traced
+        result = pieces.inline(
+            start, lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), (done, part), (op, n)
         )
     wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(start)
 
 
-def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced: dict[Any, torch.fx.Graph]) -> None:
+def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], pieces: _Pieces) -> None:
     """Replaces a bucket by one exchange: parts of all tensors for one rank are concatenated.
 
     before   s = reduce_scatter_tensor_coalesced([x, y], "sum", 2, group); a = wait(s[0]); b = wait(s[1])
@@ -131,33 +187,29 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], traced
     """
     graph, inputs, (op, n, _) = start.graph, list_arg(start, 0), _about(start)
     sizes = [value_of(x).numel() // n for x in inputs]
+    items = sorted(start.users, key=lambda item: const_arg(item, 1, int))
+    done_by = [next(iter(item.users)) for item in items]
+    shapes = [value_of(wait).shape for wait in done_by]
 
-    def pack(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x.reshape(n, size) for x, size in zip(tensors, sizes)], 1).view(-1)
+    def pack(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.cat([x.reshape(n, size) for x, size in zip(tensors, sizes)], 1).view(-1),)
+
+    def add(packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts, ends = packed.view(n, sum(sizes)), list(itertools.accumulate(sizes))
+        each = zip(sizes, ends, shapes)
+        return tuple(_reduced(parts[:, end - size : end].view(n, *shape), op) for size, end, shape in each)
 
     with graph.inserting_before(start):
-        packed = _traced(start, pack, inputs, ("pack", n), traced)
+        (packed,) = pieces.add(start, pack, inputs, ("pack", n))
         exchange = _exchange(packed, [sum(sizes)] * n, start)
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
-        done, first = _waited(exchange, start), 0
-        for size, item in zip(sizes, sorted(start.users, key=lambda item: const_arg(item, 1, int))):
-            (wait,) = item.users
-            shape = value_of(wait).shape
-            part = _part((n, sum(sizes)), slice(first, first + size), shape, op)
-            wait.replace_all_uses_with(_traced(wait, part, (done,), (op, n, first, shape), traced))
-            first += size
-    for item in list(start.users):
-        for wait in list(item.users):
-            graph.erase_node(wait)
+        results = pieces.add(start, add, (_waited(exchange, start),), (op, n, *shapes))
+    for item, wait, result in zip(items, done_by, results):
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
         graph.erase_node(item)
     graph.erase_node(start)
-
-
-def _part(
-    packed: tuple[int, int], where: slice, shape: Sequence[int], op: str
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda parts: _reduced(parts.view(packed)[:, where], op).view(shape)
 
 
 def _about(start: torch.fx.Node) -> tuple[str, int, str]:
@@ -175,29 +227,6 @@ def _waited(exchange: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
     value = value_of(exchange)
     meta = inherited(like)
     return add_call(exchange.graph, wait_tensor, (exchange,), meta=meta, value=value.new_empty(value.shape))
-
-
-def _traced(
-    like: torch.fx.Node,
-    function: Callable[..., torch.Tensor],
-    args: Sequence[Any],
-    name: Hashable,
-    traced: dict[Any, torch.fx.Graph],
-) -> torch.fx.Node:
-    """Inlines the operators of `function` in place of `like`, at the insertion point of its graph; returns the node of
-    the result.
-
-    Args:
-        name: of the function: equal ones do the same to equal arguments.
-        traced: graphs of functions by name and arguments.
-    """
-    values = sizes_of(args)
-    facts = [_facts(value) for value in values]
-    key = like if None in facts else (name, *facts)
-    again = key in traced
-    if not again:
-        traced[key] = trace_local(function, values).graph
-    return inline(like.graph, traced[key], args, inherited(like), again=again)
 
 
 def _facts(value: Any) -> Hashable | None:

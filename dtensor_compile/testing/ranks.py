@@ -32,6 +32,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from dtensor_compile.garbage_collection import RARE
+
 #: Seconds that the other ranks have to answer after one has failed.
 GRACE = 5.0
 #: Imports of the process from which ranks are forked; they start no thread as long as nothing in it has run.
@@ -245,7 +247,7 @@ def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str], en
     torch.set_num_threads(1)
     # Imports are permanent; while graphs are traced, the garbage collector runs less often.
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(*RARE)
     one_gloo_worker(share_device=True)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     with contextlib.suppress(EOFError, OSError):  # the test session is over

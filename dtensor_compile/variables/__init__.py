@@ -24,7 +24,7 @@ from dtensor_compile.compat.aot.symbolic.symbol_results import results_computed_
 from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import older_dynamo
-from dtensor_compile.compat.dynamo.guards import track_and_guard
+from dtensor_compile.compat.dynamo.guards import meshes_guarded_by_identity, track_and_guard
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
 from dtensor_compile.compat.dynamo.replay.replayed_calls import blocks_traced_once
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing
@@ -32,6 +32,7 @@ from dtensor_compile.compat.dynamo.trackers.constant_tensors import read_constan
 from dtensor_compile.compat.dynamo.trackers.tracker_entries import Backend, Contexts, Entries, Objects
 from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
 from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
+from dtensor_compile.garbage_collection import rare_collections
 from dtensor_compile.variables import backward_hooks as hooks
 from dtensor_compile.variables import (
     collective_calls,
@@ -79,6 +80,7 @@ ENTRIES = Entries(
     tensors={DTensor: track_and_guard},
     given={**functions.GIVEN, **random.TYPES, **comm_debug_mode.TYPES},
     contexts=(
+        rare_collections,
         check_redistributions,
         rules_while_tracing,
         edges_of_convolutions,
@@ -96,6 +98,7 @@ ENTRIES = Entries(
         inputs_in_one_walk,
         local_sizes_follow_global_ones,
         floats_of_modules_are_numbers,
+        meshes_guarded_by_identity,
         quick_expressions,
         results_computed_once,
         blocks_traced_once,

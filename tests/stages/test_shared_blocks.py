@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -14,7 +15,7 @@ from dtensor_compile.graph.inline_subgraph import is_whole, nodes_with_blocks
 from dtensor_compile.recording.graph_log import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
-from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.testing.compare_values import compare_values
 from tests.variables.test_equal_blocks import DIM, LAYOUTS, NOT_HERE, Block, Model, batch, step, tensor_parallel
 
@@ -67,7 +68,34 @@ def test_layouts_have_the_numbers_of_eager():
         with pytest.MonkeyPatch.context() as monkeypatch:
             graphs = Graphs(monkeypatch)
             assert not both(layout, lambda layout=layout: layout(Model(), mesh))
-        assert graphs.called == [1, 1], (layout, graphs.called)
+        # what packs and adds a bucket of gradients is called, too
+        assert graphs.called == [1, 3 if layout in LAYOUTS[1:3] else 1], (layout, graphs.called)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_gradients_of_a_bucket_are_those_of_blocks_one_by_one(dtype):
+    run_on_ranks(2, gradients_of_buckets, dtype)
+
+
+def gradients_of_buckets(dtype):
+    """Through Inductor: bit by bit, also when they are accumulated, each in memory of its own (those of the uneven head
+    are views of one sum, as in eager)."""
+    mesh, found = make_mesh((2,), ("dp",)), []
+    for blocks in ("each", "once"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        model = Model(3)
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        run = torch.compile(model, backend="dtensor", fullgraph=True, options={"blocks": blocks, "strict": True})
+        for _ in range(2):
+            run(batch()).sum().backward()
+        shards = [parameter.grad.to_local() for parameter in model.blocks.parameters()]
+        held = {shard.untyped_storage().data_ptr(): shard.untyped_storage().nbytes() for shard in shards}
+        assert (len(held), sum(held.values())) == (len(shards), sum(shard.nbytes for shard in shards))
+        found.append(shards)
+    assert all(map(torch.equal, *found))
 
 
 @on_ranks(2)
@@ -227,7 +255,7 @@ def test_placements_that_change_from_call_to_call():
         model = Chain()
         x = distribute_tensor(batch(), mesh, [Shard(0)]).requires_grad_()
         run_of(model)(x).square().sum().backward()
-        return x.grad, [parameter.grad for parameter in model.parameters()]
+        return x.grad, [parameter.grad for parameter in model.blocks.parameters()]
 
     torch._dynamo.reset()
     with dtensor_compile.record() as recording:

@@ -27,6 +27,7 @@ from dtensor_compile.compat.inductor.start_costs import quick_starts
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_lowered, run_uncompiled
 from dtensor_compile.compat.inductor.wrapper_header import Header, begins_with
 from dtensor_compile.compat.patches import feature, hook, if_there
+from dtensor_compile.garbage_collection import rare_collections
 
 if TYPE_CHECKING:
     from torch.utils._config_module import ConfigModule
@@ -223,6 +224,7 @@ def _graph_compiler(lowered: LoweredGraph, uncompiled: Callable[[str, str], None
     from dtensor_compile.compat.inductor.kernel_nodes import waits_are_kept
 
     inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
+    inner = rare_collections()(inner)
     return inner if uncompiled is None else run_uncompiled(inner, lowered, uncompiled)
 
 
