@@ -10,7 +10,7 @@ have to add it.
 Upstream: https://github.com/pytorch/pytorch/issues/184002 ([DTensor][Compile] Compile fails when DTensor function
     returns an aliased output); https://github.com/pytorch/pytorch/issues/172549 (AOTAutograd error when compiled graph
     has two DTensor outputs that alias each other, one differentiable one not).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: AOTAutograd returns the intermediate base of DTensor results itself (pull request 184367).
 """
 
