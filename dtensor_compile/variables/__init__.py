@@ -24,7 +24,7 @@ from dtensor_compile.compat.aot.symbolic.symbol_results import results_computed_
 from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import older_dynamo
-from dtensor_compile.compat.dynamo.guards import meshes_guarded_by_identity, track_and_guard
+from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
 from dtensor_compile.compat.dynamo.replay.replayed_calls import blocks_traced_once
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing
@@ -98,7 +98,6 @@ ENTRIES = Entries(
         inputs_in_one_walk,
         local_sizes_follow_global_ones,
         floats_of_modules_are_numbers,
-        meshes_guarded_by_identity,
         quick_expressions,
         results_computed_once,
         blocks_traced_once,

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.guards import GuardBuilder
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dtensor_compile.compat.dynamo import counters
@@ -232,37 +231,6 @@ def test_input_and_its_local_tensor(mesh):
     x = dtensor(mesh)
     assert torch.equal(compiled(x._local_tensor, x), 3 * LOCAL)
     assert torch.equal(compiled(LOCAL + 1, x), 3 * LOCAL + 1)
-
-
-class Placed(nn.Module):
-    """Finds a mesh in two places."""
-
-    def __init__(self, mesh):
-        super().__init__()
-        self.first = self.second = mesh
-
-    def forward(self, x):
-        local = DTensor.from_local(x, self.first, [Shard(0)], run_check=False).to_local()
-        return DTensor.from_local(local * 2, self.second, [Replicate()], run_check=False)
-
-
-def test_a_mesh_in_several_places(mesh, monkeypatch):
-    in_python, add = [], GuardBuilder.add_python_lambda_leaf_guard_to_root
-
-    def noted(builder, code_parts, *args, **kwargs):
-        in_python.extend(part for part in code_parts if "second" in part)
-        return add(builder, code_parts, *args, **kwargs)
-
-    monkeypatch.setattr(GuardBuilder, "add_python_lambda_leaf_guard_to_root", noted)
-    model = Placed(mesh)
-    compiled = torch.compile(model, backend="dtensor_aten", fullgraph=True)
-    for _ in range(2):
-        check(compiled, model, LOCAL, graphs=1)
-    assert not in_python
-    model.second = make_mesh((1,), ("other",))
-    check(compiled, model, LOCAL, graphs=2)
-    model.first = model.second
-    check(compiled, model, LOCAL, graphs=3)
 
 
 def test_inference_mode(mesh):

@@ -4,9 +4,6 @@ torch guards a DTensor by its type, its spec (compared without shapes), ``requir
 identity of its mesh. Our guard compares all that, and sizes and strides as far as they are constants of the graph. It
 requires a mesh equal to the traced one instead of the same object.
 
-A mesh that a program finds in many places, such as closures of the hooks of `parallelize_module`, has one guard of its
-identity for each of them (`meshes_guarded_by_identity`).
-
 If an object holds many tensors, as an optimizer does, they share one guard, which checks all in one pass
 (`guarded_together`). That no two of them are aliases is left to `fixups.aliased_inputs`, which checks all inputs of a
 graph that mutates.
@@ -20,18 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.guards import GuardBuilder, convert_to_concrete_values, get_verbose_code_parts, install_guard
-from torch._dynamo.source import AttrSource, GradSource, is_from_optimizer_source, is_from_skip_guard_source
+from torch._dynamo.guards import convert_to_concrete_values, get_verbose_code_parts, install_guard
+from torch._dynamo.source import AttrSource, GradSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._guards import Guard, GuardsContext, GuardsSet, Source, TracingContext
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.trackers.tracker_tools import guard_sizes
 from dtensor_compile.compat.inductor.input_fetch_codegen import Plan
-from dtensor_compile.compat.patches import hook, needs, patch
 from dtensor_compile.native.loader import native
 
 #: Attributes of a tensor by which a program marks sizes as dynamic or static.
@@ -85,39 +79,6 @@ def _settings(guard: Guard) -> dict[str, Any]:
     """The keyword arguments with which a guard was created."""
     assert isinstance(guard.create_fn, functools.partial)
     return guard.create_fn.keywords
-
-
-_DUPLICATE = patch("torch._dynamo.guards:GuardBuilder.DUPLICATE_INPUT", "self guard source_b")
-
-
-@needs(
-    "one quick guard for each place of a mesh",
-    _DUPLICATE,
-    hook("torch._dynamo.guards:GuardBuilder.ID_MATCH", "self guard ..."),
-    without="a mesh is compared with that of another place in Python, for each place at each call, as in torch",
-    upstream="not reported: a cost of use_lamba_guard_for_object_aliasing, which keeps C++ guards of dicts quick",
-    remove_when="Dynamo compares aliased objects in C++ without giving up its quick guards of dicts",
-)
-@contextlib.contextmanager
-def meshes_guarded_by_identity() -> Iterator[None]:
-    """While active, places of one mesh are guarded by its identity and not by comparisons with each other, which run in
-    Python at each call: 12 for each block of a Llama under `parallelize_module` and `fully_shard`."""
-    pinned: set[tuple[int, Source]] = set()
-
-    def duplicate(stock: Callable[..., None], builder: GuardBuilder, guard: Guard, source_b: Source) -> None:
-        sources = (source_b, guard.originating_source)
-        unguarded = any(is_from_skip_guard_source(source) or is_from_optimizer_source(source) for source in sources)
-        # guards that are saved must hold in another process
-        if builder.save_guards or unguarded or not isinstance(builder.get(guard), DeviceMesh):
-            stock(builder, guard, source_b)
-            return
-        for source in sources:
-            if (id(builder), source) not in pinned:
-                pinned.add((id(builder), source))
-                builder.ID_MATCH(source.make_guard(GuardBuilder.ID_MATCH))
-
-    with patched(_DUPLICATE, duplicate):
-        yield
 
 
 class Together:
