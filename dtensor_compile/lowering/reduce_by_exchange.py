@@ -117,7 +117,7 @@ class _Pieces:
         Args:
             name: of the function: equal ones do the same to equal arguments.
         """
-        part, again = self._traced(function, args, name)
+        part, again = self._traced(like, function, args, name)
         return inline(self._graph, part.graph, args, inherited(like), again=again)
 
     def add(self, like: torch.fx.Node, function: Callable[..., Any], args: Sequence[Any], name: Hashable) -> Any:
@@ -126,11 +126,9 @@ class _Pieces:
         Args:
             function: takes tensors and returns a tuple of new ones.
         """
-        if not self._calls or _key(name, args) is None:
-            return self.inline(like, function, args, name)
-        part, _ = self._traced(function, args, name)
-        part.meta.setdefault(BLOCK, f"{reduce_by_exchange.__name__}.{len(self._known) - 1}")
-        part.meta.setdefault(MODULE, module_name(like))
+        part, again = self._traced(like, function, args, name)
+        if not self._calls or BLOCK not in part.meta:
+            return inline(self._graph, part.graph, args, inherited(like), again=again)
         call = add_graph_call(self._graph, part, args, inherited(like))
         (output,) = part.graph.find_nodes(op="output")
         values = [value_of(result) for result in output.args[0]]
@@ -141,15 +139,19 @@ class _Pieces:
         ]
 
     def _traced(
-        self, function: Callable[..., Any], args: Sequence[Any], name: Hashable
+        self, like: torch.fx.Node, function: Callable[..., Any], args: Sequence[Any], name: Hashable
     ) -> tuple[torch.fx.GraphModule, bool]:
-        """The graph of `function`, and whether it is one that was there."""
-        key = _key(name, args)
+        """The graph of `function`, and whether it is one that was there. Without symbolic sizes it can be called."""
+        values = sizes_of(args)
+        facts = [_facts(value) for value in values]
+        if None in facts:
+            return trace_local(function, values), False
+        key = (name, *facts)
         if key in self._known:
             return self._known[key], True
-        traced = trace_local(function, sizes_of(args))
-        if key is not None:
-            self._known[key] = traced
+        traced = trace_local(function, values)
+        traced.meta |= {BLOCK: f"{reduce_by_exchange.__name__}.{len(self._known)}", MODULE: module_name(like)}
+        self._known[key] = traced
         return traced, False
 
 
@@ -229,14 +231,8 @@ def _waited(exchange: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
     return add_call(exchange.graph, wait_tensor, (exchange,), meta=meta, value=value.new_empty(value.shape))
 
 
-def _key(name: Hashable, args: Sequence[Any]) -> Hashable | None:
-    """What the trace of the function `name` with `args` depends on; None where sizes are symbolic."""
-    facts = [_facts(value) for value in sizes_of(args)]
-    return None if None in facts else (name, *facts)
-
-
 def _facts(value: Any) -> Hashable | None:
-    """What a trace depends on; None for sizes that are symbolic."""
+    """What the trace of a function depends on; None for sizes that are symbolic."""
     numbers = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     if not all(type(number) is int for number in numbers):
         return None

@@ -255,7 +255,7 @@ def test_placements_that_change_from_call_to_call():
         model = Chain()
         x = distribute_tensor(batch(), mesh, [Shard(0)]).requires_grad_()
         run_of(model)(x).square().sum().backward()
-        return x.grad, [parameter.grad for parameter in model.blocks.parameters()]
+        return x.grad, [parameter.grad for parameter in model.parameters()]
 
     torch._dynamo.reset()
     with dtensor_compile.record() as recording:
