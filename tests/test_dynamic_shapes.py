@@ -64,6 +64,26 @@ def test_a_result_that_is_a_view_of_an_input_when_the_batch_changes():
         torch.testing.assert_close(x.grad.to_local(), 2 * x.detach().to_local() + 1)
 
 
+@on_ranks(2)
+def test_what_is_gathered_meets_a_tensor_made_of_the_global_size():
+    mesh = make_mesh((2,), ("tp",))
+
+    def triangles(x):
+        return x.tril() + x.triu()  # gathered for masks of the global sizes
+
+    counters.reset()
+    compiled = torch.compile(triangles, backend="dtensor", fullgraph=True)
+    for batch in (10, 14, 6, 9):
+        full, results = torch.randn(batch, 4), []
+        for function in (triangles, compiled):
+            x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+            out = function(x).redistribute(placements=[Replicate()])
+            out.to_local().square().sum().backward()
+            results.append((out.to_local().detach(), x.grad.full_tensor()))
+        torch.testing.assert_close(*results)
+    assert counters.graphs() == 3  # of the first size, of even ones, of uneven ones
+
+
 def of_each_size(sizes):
     """The collectives that each size compiles, after a comparison with eager."""
     mesh, compiled_for = make_mesh((3,), ("tp",)), []

@@ -15,14 +15,16 @@ redistribution is a node of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.aot.symbolic.shapes import divisors, size_hints
+from dtensor_compile.compat.aot.symbolic.shapes import divisors, guard_equal, has_hint, is_multiple, size_hints
 from dtensor_compile.compat.distributed.device_meshes import my_rank
+from dtensor_compile.compat.dtensor.specs import Placement, Shard
 from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.ir.mesh import MeshLayout, merged_group_name, parse_mesh
 from dtensor_compile.ir.rank_free import is_rank_free
@@ -120,6 +122,22 @@ def check_local(
         )
 
 
+def _relate_sizes(
+    local: torch.Tensor, source: Sequence[Placement], layout: MeshLayout, shape: Sequence[Any]
+) -> None:
+    """Guards on the sizes of even shards: that of the local tensor times the ranks is the global one.
+
+    Symbols of both come from the caller's tensors and are unrelated so far. The lowered graph computes the size of what
+    it gathers from that of the local tensor; where it meets the global size only then, after the partition, the backward
+    graph lacks one of the two symbols.
+    """
+    for d, size in enumerate(shape):
+        n = math.prod(ranks for p, ranks in zip(source, layout.shape) if isinstance(p, Shard) and p.dim == d)
+        symbolic = isinstance(size, torch.SymInt) and has_hint(size) and has_hint(local.size(d))
+        if n > 1 and symbolic and is_multiple(size, n):
+            guard_equal(local.size(d) * n, size)
+
+
 def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
     layout = parse_mesh(mesh)
     coordinate = layout.coordinate(_my_rank())
@@ -128,6 +146,7 @@ def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Seque
     steps = plan_of(source, target, layout, shape, local.element_size(), bounded=False)
     check_local(local, source, layout, coordinate, shape)
     if _sends(steps):
+        _relate_sizes(local, parse_spec(source), layout, shape)
         return local.new_empty(local_shape(parse_spec(target), layout, coordinate, shape))
     return _carry_out(local, steps, mesh, shape)
 

@@ -55,6 +55,11 @@ def is_multiple(size: int | torch.SymInt, n: int) -> bool:
     return guard_or_false(size % n == 0)
 
 
+def guard_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> None:
+    """Guards on two backed sizes being equal, or unequal, whichever they are; if equal, they are one size from here on."""
+    guard_or_false(a == b)
+
+
 def expressions(shape: Sequence[int | torch.SymInt]) -> tuple[sympy.Expr, ...]:
     """The sizes as sympy expressions."""
     return tuple(sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in shape)
