@@ -122,13 +122,11 @@ def check_local(
         )
 
 
-def _relate_sizes(
-    local: torch.Tensor, source: Sequence[Placement], layout: MeshLayout, shape: Sequence[Any]
-) -> None:
+def _relate_sizes(local: torch.Tensor, source: Sequence[Placement], layout: MeshLayout, shape: Sequence[Any]) -> None:
     """Guards on the sizes of even shards: that of the local tensor times the ranks is the global one.
 
     Symbols of both come from the caller's tensors and are unrelated so far. The lowered graph computes the size of what
-    it gathers from that of the local tensor; where it meets the global size only then, after the partition, the backward
+    it gathers from that of the local tensor. If it meets the global size only then, after the partition, the backward
     graph lacks one of the two symbols.
     """
     for d, size in enumerate(shape):

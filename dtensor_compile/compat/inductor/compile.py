@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtensor_compile.compat.aot.partition import HeldNodes
 from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, keys_of_any_process
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
+from dtensor_compile.compat.inductor.fake_values import KnownValues
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
@@ -188,7 +189,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     from torch._inductor.compile_fx import compile_fx
 
     _PASSES.works()
-    lowered, held = LoweredGraph(), HeldNodes()
+    lowered, held, values = LoweredGraph(), HeldNodes(), KnownValues()
 
     def plan(graph: torch.fx.Graph) -> None:
         joint_pass(graph)
@@ -196,6 +197,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
 
     def lower(graph: torch.fx.Graph) -> None:
         post_grad_pass(graph)
+        values.keep(graph)
         if uncompiled is not None:
             lowered.keep(graph)
         _spell_out_alpha(graph)
@@ -203,20 +205,21 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
 
     key = key if GUARDS_LOCAL_SIZES.works() else None
     patches = {**EAGER_NUMBERS, **settings}
-    if _CACHEABLE.works():
-        patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
+    patches |= _cacheable(cacheable, patches)
     for place, run in zip(_GRAPH_PASSES, (plan, held.restore, lower)):
         patches[place] = GraphPass(run, key, _configured(patches, place))
     patches |= _kernel_settings(kernel_passes, key, patches)
     keep = functools.partial(collectives_kept, *collectives)
-    inner = keep()(begins_with(header)(_graph_compiler(lowered, uncompiled))) if kernels else run_lowered(lower)
+    inner = keep()(begins_with(header)(_graph_compiler(lowered, values, uncompiled))) if kernels else run_lowered(lower)
     inner = keys_of_any_process()(guards_of_local_sizes()(inner))
     with keys_of_any_process(), guards_of_local_sizes(), quick_starts(), rebuild_damaged_libraries(), keep():
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
         return cast("Callable[..., Any]", compiled)  # for a module
 
 
-def _graph_compiler(lowered: LoweredGraph, uncompiled: Callable[[str, str], None] | None) -> Callable[..., Any]:
+def _graph_compiler(
+    lowered: LoweredGraph, values: KnownValues, uncompiled: Callable[[str, str], None] | None
+) -> Callable[..., Any]:
     """Inductor's function that compiles one graph, in the scopes that must also be active when a backward graph is
     compiled at its first run."""
     from torch._inductor.compile_fx import compile_fx_inner
@@ -224,7 +227,7 @@ def _graph_compiler(lowered: LoweredGraph, uncompiled: Callable[[str, str], None
     from dtensor_compile.compat.inductor.kernel_nodes import waits_are_kept
 
     inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
-    inner = rare_collections()(inner)
+    inner = rare_collections()(values.hold()(inner))
     return inner if uncompiled is None else run_uncompiled(inner, lowered, uncompiled)
 
 
@@ -256,11 +259,13 @@ def _passes_over_kernels(ours: tuple[KernelPass, KernelPass] | None) -> dict[str
     return found
 
 
-def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:
+def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """The setting that allows calls of `functions` in AOTAutograd's cache: their names, and a key that changes with
     their source."""
+    if not _CACHEABLE.works():
+        return {}
     ours = {f"{function.__module__}.{function.__name__}": package_digest() for function in functions}
-    return {**_configured(settings, "unsafe_marked_cacheable_functions"), **ours}
+    return {(setting := "unsafe_marked_cacheable_functions"): {**_configured(settings, setting), **ours}}
 
 
 def _traced_at(place: torch.fx.Node, target: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:

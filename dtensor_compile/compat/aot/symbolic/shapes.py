@@ -56,7 +56,7 @@ def is_multiple(size: int | torch.SymInt, n: int) -> bool:
 
 
 def guard_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> None:
-    """Guards on two backed sizes being equal, or unequal, whichever they are; if equal, they are one size from here on."""
+    """Guards on two backed sizes being equal, or unequal, as they are; equal ones are one size from here on."""
     guard_or_false(a == b)
 
 

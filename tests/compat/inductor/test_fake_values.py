@@ -1,0 +1,99 @@
+"""Inductor takes the fake values of lowered nodes as they are, and those that our steps leave are right."""
+
+import pytest
+import torch
+from torch._inductor.fx_utils import FakeTensorUpdater
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dtensor_compile.compat.dtensor.specs import storage_of
+from dtensor_compile.compat.inductor.compile import fresh_caches
+from dtensor_compile.compat.inductor.fake_values import KnownValues, _is_of_another
+from dtensor_compile.demo.llama import LlamaConfig
+from dtensor_compile.demo.train import LAYOUTS, Trainer
+from dtensor_compile.graph.arguments import fake_result
+from dtensor_compile.graph.operator_traits import is_view
+from dtensor_compile.offline import job
+from dtensor_compile.stages import lowered
+from dtensor_compile.testing import make_mesh
+
+
+def layout_of(value):
+    if isinstance(value, (list, tuple)):
+        return [layout_of(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
+
+
+def wrong_values(graph):
+    """The nodes of a graph whose value is not what their operator makes of those of their arguments."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and not _is_of_another(node):
+            with graph.owning_module.meta["mode"]:
+                again = fake_result(node)
+            if layout_of(again) != layout_of(node.meta["val"]) or not shares_storage(node):
+                yield node, again
+
+
+def shares_storage(node):
+    """Whether the value of a view has the storage of that of its argument; True for other nodes."""
+    values = node.meta["val"], node.all_input_nodes[0].meta["val"] if node.all_input_nodes else None
+    if not is_view(node.target) or not all(isinstance(value, torch.Tensor) for value in values):
+        return True
+    return storage_of(values[0]) == storage_of(values[1])
+
+
+@pytest.mark.parametrize(
+    "layout, blocks",
+    [
+        ("fully_shard_tp", "once"),
+        pytest.param("2d", "each", marks=pytest.mark.slow),
+        ("fully_shard", "each"),
+        ("tp", "each"),
+    ],
+)
+def test_steps_leave_values_as_operators_make_them(layout, blocks, monkeypatch):
+    seen = []
+
+    def lower(graph, this, stock=lowered.lower_graph):
+        stock(graph, this)
+        values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+        graph.owning_module.meta["mode"] = values[0].fake_mode
+        seen.append([f"{node.format_node()}: {layout_of(again)}" for node, again in wrong_values(graph)])
+
+    monkeypatch.setattr("dtensor_compile.stages.compiling.lower_graph", lower)
+    world = 4 if layout in ("2d", "fully_shard_tp") else 2
+    with job(world):
+        chosen = LAYOUTS[layout]
+        mesh = make_mesh(chosen.mesh_shape(world), chosen.dims)
+        options = {"blocks": blocks, "strict": True}
+
+        def compiled(model):
+            return torch.compile(model, backend="dtensor_aten", fullgraph=True, options=options)
+
+        Trainer(chosen, mesh, LlamaConfig(layers=2), 1, compiled).loss(0).backward()
+    assert len(seen) == (4 if blocks == "once" else 2)
+    assert not any(seen), seen
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_inductor_computes_the_values_of_what_it_changed_alone(known, monkeypatch):
+    torch._dynamo.reset()
+    updated = []
+
+    def update(self, stock=FakeTensorUpdater.incremental_update):
+        updated.append(stock(self))
+        return updated[-1]
+
+    monkeypatch.setattr(FakeTensorUpdater, "incremental_update", update)
+    if not known:
+        monkeypatch.setattr(KnownValues, "keep", lambda self, graph: None)
+    with fresh_caches(), job(2):
+        mesh = make_mesh((2,))
+        x, w = (distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]).requires_grad_() for _ in range(2))
+        compiled = torch.compile(
+            lambda x, w: torch.sin(x.redistribute(placements=[Replicate()]) @ w).square(), backend="dtensor"
+        )
+        compiled(x, w).to_local().sum().backward()
+    assert updated
+    assert any(updated) is not known
