@@ -27,7 +27,7 @@ _KNOWN = feature(
     _SAME,
     hook("torch._inductor.fx_utils:FakeTensorUpdater.hash_node", "self node"),
     hook("torch._inductor.fx_utils:FakeTensorUpdater.__init__", "self gm"),
-    without="programs take longer to compile, large ones by a seventh",
+    without="programs take a few percent longer to compile",
     upstream="not reported: a custom pass cannot say that it keeps values; a value counts as another than itself",
     remove_when="FakeTensorUpdater leaves nodes alone whose values a custom pass has set",
 )
