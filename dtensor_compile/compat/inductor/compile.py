@@ -264,8 +264,9 @@ def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, A
     their source."""
     if not _CACHEABLE.works():
         return {}
+    setting = "unsafe_marked_cacheable_functions"
     ours = {f"{function.__module__}.{function.__name__}": package_digest() for function in functions}
-    return {(setting := "unsafe_marked_cacheable_functions"): {**_configured(settings, setting), **ours}}
+    return {setting: {**_configured(settings, setting), **ours}}
 
 
 def _traced_at(place: torch.fx.Node, target: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:

@@ -16,7 +16,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dtensor.specs import storage_of
 from dtensor_compile.compat.patches import feature, hook, patch
 
 _UPDATE = patch("torch._inductor.fx_utils:FakeTensorUpdater.incremental_update", "self")
@@ -34,25 +33,25 @@ _KNOWN = feature(
 
 
 class KnownValues:
-    """The nodes of lowered graphs whose values hold as long as Inductor does not change them."""
+    """The nodes of the graph that was lowered last, whose values hold as long as Inductor does not change them."""
 
     def __init__(self) -> None:
-        self._nodes: dict[torch.fx.Graph, list[Any]] = {}
+        self._graph: torch.fx.Graph | None = None
+        self._nodes: list[Any] = []
 
     def keep(self, graph: torch.fx.Graph) -> None:
         """Notes the nodes of a graph with static shapes, and their arguments.
 
         With symbolic sizes, Inductor replaces those for which the values of new nodes were computed by equal ones.
         """
-        if not _KNOWN.works():
+        nodes = [node for node in graph.nodes if "val" in node.meta]
+        values = (value for node in nodes for value in pytree.tree_leaves(node.meta["val"]))
+        if not _KNOWN.works() or any(map(_is_symbolic, values)):
             return
         from torch._inductor.fx_utils import FakeTensorUpdater
 
-        nodes = [node for node in graph.nodes if "val" in node.meta]
-        if any(_is_symbolic(value) for node in nodes for value in pytree.tree_leaves(node.meta["val"])):
-            return
         state = cast("FakeTensorUpdater", None)  # of which the function needs nothing
-        self._nodes[graph] = [FakeTensorUpdater.hash_node(state, node) for node in nodes if not _is_of_another(node)]
+        self._graph, self._nodes = graph, [FakeTensorUpdater.hash_node(state, node) for node in nodes]
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -66,7 +65,9 @@ class KnownValues:
             return
 
         def update(stock: Any, updater: Any) -> int:
-            updater.processed_hashes.update(self._nodes.pop(updater.gm.graph, ()))
+            if updater.gm.graph is self._graph:
+                updater.processed_hashes.update(self._nodes)
+                self._graph, self._nodes = None, []
             return cast("int", stock(updater))
 
         def same(stock: Any, new: Any, old: Any, *args: Any, **kwargs: Any) -> bool:
@@ -80,12 +81,3 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value._has_symbolic_sizes_strides
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _is_of_another(node: torch.fx.Node) -> bool:
-    """Whether the value of a view is one of another tensor than its argument's: a step has replaced a copy by what it
-    was a copy of, for instance."""
-    value = node.meta["val"]
-    if not getattr(node.target, "is_view", False) or not isinstance(value, torch.Tensor):
-        return False
-    return storage_of(value) != storage_of(node.all_input_nodes[0].meta["val"])
