@@ -30,6 +30,7 @@ from dtensor_compile.compat.dynamo.replay.replayed_calls import blocks_traced_on
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing
 from dtensor_compile.compat.dynamo.trackers.constant_tensors import read_constant_tensors
 from dtensor_compile.compat.dynamo.trackers.tracker_entries import Backend, Contexts, Entries, Objects
+from dtensor_compile.compat.dynamo.unread_logs import without_unread_logs
 from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
 from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
 from dtensor_compile.garbage_collection import rare_collections
@@ -101,6 +102,7 @@ ENTRIES = Entries(
         quick_expressions,
         results_computed_once,
         blocks_traced_once,
+        without_unread_logs,
     ),
 )
 
