@@ -8,7 +8,7 @@ LAYOUT ?= tp
 PROGRAMS ?= 2000
 SEED ?= 0
 CATALOGUE ?= 3/40
-FAST := tests/ir tests/planner tests/passes tests/graph tests/schedule tests/fixups tests/lowering tests/topology tests/stages tests/compat
+FAST := tests/ir tests/planner tests/passes tests/graph tests/schedule tests/fixups tests/lowering tests/topology tests/compat tests/stages/test_faults_of_steps.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: releases demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan bench-planned-steps clean test-redistributions test-slow test-gpu test-memory fuzz matrix

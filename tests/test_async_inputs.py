@@ -176,7 +176,7 @@ def assert_as_in_eager(layer, use, backend):
     "layer, backend",
     [
         ("tensor", "dtensor"),
-        ("tensor", "dtensor_aten"),
+        pytest.param("tensor", "dtensor_aten", marks=pytest.mark.slow),
         pytest.param("in a DTensor", "dtensor", marks=pytest.mark.slow),
         ("in a DTensor", "dtensor_aten"),
         pytest.param("gathered", "dtensor", marks=pytest.mark.slow),

@@ -138,7 +138,7 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.parametrize("layout", ["tp", "dp"])
+@pytest.mark.parametrize("layout", [pytest.param("tp", marks=pytest.mark.slow), "dp"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_more_graph_at_most(program, layout):
     one_more_graph_at_most(program, layout)

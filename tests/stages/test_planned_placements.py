@@ -167,6 +167,8 @@ PROGRAMS = {
     "redistributes a sum": (lambda: RedistributesASum(), sums_rows, (8, 16), Replicate()),
     "redistributes in checkpointed regions": (lambda: Checkpointed(), sums_rows_of_both, (8, 16), Replicate()),
 }
+#: Programs whose parts are in others, too: `make test-slow` places them.
+LIKE_OTHERS = ("replicated", "rows", "looks up", "uneven rows", "fewer rows than ranks", "redistributes a sum")
 
 
 class Attention(nn.Module):
@@ -292,7 +294,7 @@ class RedistributesASum(nn.Module):
         return self.up(y).tanh().sum(-1, keepdim=True) + (y @ self.weight).tanh() + x
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) if name in LIKE_OTHERS else name for name in PROGRAMS])
 def test_any_placements_give_the_same_numbers(name):
     run_on_ranks(2, any_placements, name, (2,), range(2))
 
@@ -491,7 +493,7 @@ def any_placements_of_any_sizes(name):
         assert len(reasons) <= 2  # one for even shards, and one for others
 
 
-@pytest.mark.parametrize("rows", [(8, 16), (7,), (7, 9)], ids=str)
+@pytest.mark.parametrize("rows", [pytest.param((8, 16), marks=slow), pytest.param((7,), marks=slow), (7, 9)], ids=str)
 def test_other_sizes_and_backward_twice(rows):
     run_on_ranks(2, several_sizes_backward_twice, rows)
 

@@ -129,7 +129,10 @@ def recorded(layout, backend, blocks, mesh):
     return recording
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [layout if layout is tensor_parallel else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
+)
 def test_a_recording_is_that_of_every_block(layout):
     recording_of_every_block(layout)
 

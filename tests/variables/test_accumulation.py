@@ -110,7 +110,8 @@ def assert_same(build, width, backends=(BACKEND,), computed_in=None, **about):
 
 
 @pytest.mark.parametrize(
-    "name", ["nested uneven", pytest.param("per block", marks=pytest.mark.slow), "mixed", "in a list"]
+    "name",
+    ["nested uneven", "in a list", *(pytest.param(name, marks=pytest.mark.slow) for name in ("per block", "mixed"))],
 )
 @on_ranks(2)
 def test_accumulates_as_eager(name):

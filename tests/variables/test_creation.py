@@ -21,7 +21,9 @@ def _full(*size, **options):
     return dtn.full(size, 3.5, **options)
 
 
-@pytest.mark.parametrize("make", [dtn.ones, dtn.zeros, _full])
+@pytest.mark.parametrize(
+    "make", [_full, *(pytest.param(make, marks=pytest.mark.slow) for make in (dtn.ones, dtn.zeros))]
+)
 @on_ranks(4)
 def test_factories(make):
     mesh = make_mesh((2, 2), ("dp", "tp"))

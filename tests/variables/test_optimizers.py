@@ -285,7 +285,9 @@ def test_gradient_of_an_intermediate_and_hooks_on_it():
     follows_eager(make)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize(
+    "kind", ["register_hook", pytest.param("register_post_accumulate_grad_hook", marks=pytest.mark.slow)]
+)
 @on_ranks(2)
 def test_hooks_of_parameters_break_the_graph_and_are_not_lost(kind):
     def make(model):

@@ -36,7 +36,7 @@ _guards_log = logging.getLogger("torch._dynamo.guards.__guards")
     _JOINT,
     _PARTS,
     _LATENCY,
-    without="programs take some percent longer to compile",
+    without="small programs take some percent longer to compile",
     upstream="not reported: graphs are printed for each compilation, and guards timed with a flush of the caches",
     remove_when="_log_joint_graph and _log_fw_bw_graphs print graphs lazily, and guards are timed without a flush",
 )

@@ -50,7 +50,7 @@ def shares_storage(node):
         ("fully_shard_tp", "once"),
         pytest.param("2d", "each", marks=pytest.mark.slow),
         ("fully_shard", "each"),
-        ("tp", "each"),
+        pytest.param("tp", "each", marks=pytest.mark.slow),
     ],
 )
 def test_steps_leave_values_as_operators_make_them(layout, blocks, monkeypatch):
