@@ -87,6 +87,44 @@ def test_a_graph_whose_global_sizes_follow_from_local_ones_is_found_again():
         assert run(2, 600) == (1, 1)
 
 
+def _plain(x, w):
+    return (x @ w).redistribute(placements=[Replicate()]).tril().sum()
+
+
+def _sharded(x, w):
+    return (x @ w).sin()
+
+
+@pytest.mark.parametrize("program", [_plain, _sharded])
+def test_a_graph_over_symbolic_sizes_is_kept_whole(program):
+    def tensors(rows):
+        return (
+            DTensor.from_local(torch.randn(size, 4), mesh, [placement], run_check=False).requires_grad_()
+            for size, placement in ((rows, Shard(0)), (4, Replicate()))
+        )
+
+    def run(*batches):
+        torch._dynamo.reset()
+        counters.reset()
+        compiled = torch.compile(program, backend="dtensor", fullgraph=True, dynamic=True)
+        for rows in batches:
+            x, w = tensors(rows)
+            results, grads = [], []
+            for function in (compiled, program):
+                out = function(x, w)
+                results.append(out.to_local())
+                grads.append([grad.to_local() for grad in torch.autograd.grad(out, (x, w), torch.ones_like(out))])
+            torch.testing.assert_close(*results)
+            torch.testing.assert_close(*grads)
+        found = torch._dynamo.utils.counters["aot_autograd"]
+        return found["autograd_cache_hit"], found["autograd_cache_miss"]
+
+    with offline.job(2), fresh_caches():
+        mesh = make_mesh((2,), ("dp",))
+        assert run(5, 6) == (0, 1)
+        assert run(6, 9, 5) == (1, 0)
+
+
 ALONE = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -24,6 +24,7 @@ from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
 from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_states, share_groups
 from dtensor_compile.compat.aot.run_graph import compile_to_aten, lower_for_aten
 from dtensor_compile.compat.aot.symbolic.final_sizes import plan_until_sizes_stay
+from dtensor_compile.compat.aot.symbolic.saved_sizes import sizes_can_be_saved
 from dtensor_compile.compat.aot.symbolic.shapes import size_hint, sizes_from_expressions
 from dtensor_compile.compat.aot.unwrap import native_calls
 from dtensor_compile.compat.dtensor.lookup_masks import masks_at_run_time
@@ -82,6 +83,7 @@ SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: views_of_dtensors(),
     lambda this: backward_in_time(),
     lambda this: sizes_from_expressions(),
+    lambda this: sizes_can_be_saved(),
     lambda this: native_calls(this.agreement.has_run, this.agreement.explained),
     lambda this: keep_gradients_of_async_inputs(this.inputs),
     lambda this: contextlib.nullcontext() if this.options.strict else defer_backward_errors(this.log.decided),
