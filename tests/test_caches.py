@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dtensor_compile import offline
 from dtensor_compile.compat.dynamo import counters
@@ -63,17 +64,22 @@ def step(x, w):
     return loss.detach()
 
 
+def batch_and_weight(mesh, rows):
+    """A batch with so many rows on each rank, and a replicated weight."""
+    return (
+        DTensor.from_local(torch.randn(size, 4), mesh, [placement], run_check=False).requires_grad_()
+        for size, placement in ((rows, Shard(0)), (4, Replicate()))
+    )
+
+
 def test_a_graph_whose_global_sizes_follow_from_local_ones_is_found_again():
     # Of such sizes the graph gets `2*s3` as an input, and `s3` by the local tensor alone.
     def run(*batches):
         torch._dynamo.reset()
         counters.reset()
         compiled = torch.compile(step, backend="dtensor", fullgraph=True)
-        for batch in batches:
-            x, w = (
-                DTensor.from_local(torch.randn(rows, 4), mesh, [placement], run_check=False).requires_grad_()
-                for rows, placement in ((batch, Shard(0)), (4, Replicate()))
-            )
+        for rows in batches:
+            x, w = batch_and_weight(mesh, rows)
             compiled(x, w)
             assert x.grad.shape == x.shape and x.grad.placements == x.placements
         found = torch._dynamo.utils.counters["inductor"]
@@ -97,18 +103,12 @@ def _sharded(x, w):
 
 @pytest.mark.parametrize("program", [_plain, _sharded])
 def test_a_graph_over_symbolic_sizes_is_kept_whole(program):
-    def tensors(rows):
-        return (
-            DTensor.from_local(torch.randn(size, 4), mesh, [placement], run_check=False).requires_grad_()
-            for size, placement in ((rows, Shard(0)), (4, Replicate()))
-        )
-
     def run(*batches):
         torch._dynamo.reset()
         counters.reset()
         compiled = torch.compile(program, backend="dtensor", fullgraph=True, dynamic=True)
         for rows in batches:
-            x, w = tensors(rows)
+            x, w = batch_and_weight(mesh, rows)
             results, grads = [], []
             for function in (compiled, program):
                 out = function(x, w)
@@ -123,6 +123,35 @@ def test_a_graph_over_symbolic_sizes_is_kept_whole(program):
         mesh = make_mesh((2,), ("dp",))
         assert run(5, 6) == (0, 1)
         assert run(6, 9, 5) == (1, 0)
+
+
+class Rows(TwoTensor):
+    """A tensor of somebody else's, whose context has a size that it reads where it is given a gradient."""
+
+    expected = []
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], (self.a.shape[0],)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Rows(inner["a"], inner["b"], size, stride)
+
+    def __coerce_same_metadata_as_tangent__(self, context, expected_type=None):
+        self.expected.append(context)
+        return self
+
+
+def test_contexts_of_other_tensors_keep_their_sizes():
+    with offline.job(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: x.sin(), backend="dtensor_aten", dynamic=True)
+        for rows in (5, 6):
+            x = Rows(torch.ones(rows, 2), torch.ones(rows, 2)).requires_grad_()
+            out = compiled(x)
+            out.backward(torch.ones_like(out))
+            assert torch.equal(x.grad.a, torch.ones(rows, 2).cos())
+    assert (None,) not in Rows.expected
 
 
 ALONE = """

@@ -1,6 +1,5 @@
 """Graphs are printed, and guards timed with cold caches, where a log or a trace of the process takes that."""
 
-import contextlib
 import logging
 import unittest.mock
 
@@ -9,15 +8,6 @@ import torch
 from torch._logging._internal import trace_log
 
 from dtensor_compile.offline import job
-
-
-class _Records(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.DEBUG)
-        self.records = []
-
-    def emit(self, record):
-        self.records.append(record)
 
 
 def _step(backend: str) -> tuple[int, int]:
@@ -33,19 +23,6 @@ def _step(backend: str) -> tuple[int, int]:
         torch.compile(lambda x: (x * 2).sin().sum(), backend=backend)(x).backward()
     assert x.grad is not None
     return printed.call_count, flushed.call_count
-
-
-@contextlib.contextmanager
-def _logged(name: str, level: int):
-    log, records = logging.getLogger(name), _Records()
-    before = log.level
-    log.addHandler(records)
-    log.setLevel(level)
-    try:
-        yield records.records
-    finally:
-        log.setLevel(before)
-        log.removeHandler(records)
 
 
 def test_nothing_is_made_that_nothing_takes():
@@ -64,21 +41,16 @@ def test_nothing_is_made_that_nothing_takes():
     ],
 )
 def test_logs_get_what_they_ask_for(log, level, at_least):
-    with job(2), _logged(log, level) as records:
+    with job(2), unittest.TestCase().assertLogs(log, level):
         printed, flushed = _step("dtensor_aten")
     assert printed >= at_least[0] and flushed == at_least[1]
-    assert records
 
 
 def test_traces_have_the_graphs():
     with job(2):
-        _step("dtensor_aten")  # torch's own handler has noticed that no trace is asked for
-        handler = _Records()
-        trace_log.addHandler(handler)
-        try:
+        _step("dtensor_aten")  # torch's own handler notices that no trace is asked for, and goes
+        with unittest.TestCase().assertLogs(trace_log, logging.DEBUG) as logs:
             printed, flushed = _step("dtensor_aten")
-        finally:
-            trace_log.removeHandler(handler)
-    kinds = {kind for record in handler.records for kind in getattr(record, "metadata", {})}
+    kinds = {kind for record in logs.records for kind in getattr(record, "metadata", {})}
     assert {"aot_joint_graph", "aot_forward_graph", "aot_backward_graph"} <= kinds
     assert printed >= 3 and flushed == 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import needs, patch
@@ -34,7 +35,8 @@ def sizes_can_be_saved() -> Iterator[None]:
 
     def subclass(stock: Any, meta: Any) -> None:
         stock(meta)
-        meta.meta = _without_symbols(meta.meta)
+        if issubclass(meta.original_subclass_type, DTensor):  # others may read theirs
+            meta.meta = _without_symbols(meta.meta)
 
     def graph(stock: Any, meta: Any) -> None:
         stock(meta)
