@@ -7,6 +7,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_compile.native.loader import native
@@ -55,11 +56,16 @@ def at_once(*functions):
 @needs_native
 @on_ranks(1, timeout=60)
 def test_backward_through_the_same_parameters():
-    """The eager one holds the lock of a gradient and waits for the GIL; the compiled one has the GIL."""
+    """The eager one holds the lock of a gradient and waits for the GIL; the compiled one has the GIL.
+
+    Not with ``fullgraph=True``: torch 2.13 counts the frames of such calls in one variable for all threads,
+    so that one now and then counts none and raises (pytorch/pytorch#185138; with ``backend="eager"`` too).
+    """
     assert native() is not None
     model = Scales(make_mesh((1,), ("tp",)))
-    compiled, x = torch.compile(model, backend="dtensor_aten", fullgraph=True), torch.tensor(3.0)
+    compiled, x = torch.compile(model, backend="dtensor_aten"), torch.tensor(3.0)
     compiled(x).backward()
+    assert counters["stats"]["unique_graphs"] == 1
 
     def backward(call):
         for _ in range(ROUNDS):
