@@ -29,6 +29,7 @@ from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_nu
 from dtensor_compile.compat.dynamo.replay.replayed_calls import blocks_traced_once
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing
 from dtensor_compile.compat.dynamo.trackers.constant_tensors import read_constant_tensors
+from dtensor_compile.compat.dynamo.trackers.mesh_guards import meshes_guarded_by_value
 from dtensor_compile.compat.dynamo.trackers.tracker_entries import Backend, Contexts, Entries, Objects
 from dtensor_compile.compat.dynamo.unread_logs import without_unread_logs
 from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
@@ -103,6 +104,7 @@ ENTRIES = Entries(
         results_computed_once,
         blocks_traced_once,
         without_unread_logs,
+        meshes_guarded_by_value,
     ),
 )
 

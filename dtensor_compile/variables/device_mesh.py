@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_compile.compat.dynamo.left_to_python import leave_to_python
 from dtensor_compile.compat.dynamo.trackers.calls import ContextVariable, emit_call
 from dtensor_compile.compat.dynamo.trackers.constant_tensors import constant_tensor
+from dtensor_compile.compat.dynamo.trackers.mesh_guards import guard_mesh_by_value
 from dtensor_compile.compat.dynamo.trackers.tracker_tools import Source, Translator, VariableTracker
 from dtensor_compile.variables.member_rules import SourcedVariable, table
 from dtensor_compile.variables.mesh_constructors import enter_mesh, make_once, real_arguments
@@ -50,6 +51,10 @@ class DeviceMeshVariable(SourcedVariable, ContextVariable):
     ) -> VariableTracker:
         leave_to_python(DeviceMesh)
         return super().track(tx, proxy, value, source, options)
+
+    @classmethod
+    def guard(cls, source: Source) -> None:
+        guard_mesh_by_value(source)
 
     def begin(self) -> Callable[[], None]:
         return enter_mesh(self.as_python_constant())
