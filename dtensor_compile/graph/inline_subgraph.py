@@ -6,21 +6,26 @@ Layers of a model repeat, and tracing takes milliseconds, so that a traced graph
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.compat.aot.fx import CALL, called_graph
+from dtensor_compile.compat.aot.fx import CALL, FakeLayout, called_graph
 from dtensor_compile.compat.dynamo.observers.module_names import module_name
 from dtensor_compile.graph.arguments import const_arg, fake_result, node_arg
 from dtensor_compile.graph.node_builder import inherited
+from dtensor_compile.graph.operator_traits import returns_new_tensors
 
 #: Metadata for nodes.
 Meta = Mapping[str, Any] | Callable[[torch.fx.Node], Mapping[str, Any]]
 #: Keys of the name of a block, and of that of its module, in the metadata of its graph.
 BLOCK, MODULE = "dtensor_compile_block", "dtensor_compile_module"
+#: Layouts of the results of nodes, by name, of graphs that are inlined again and again, by those of their arguments.
+_Layouts = dict[tuple[str, tuple[FakeLayout | None, ...]], FakeLayout | None]
+_layouts = weakref.WeakKeyDictionary[torch.fx.Graph, _Layouts]()
 
 
 def inline(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Meta, *, again: bool) -> Any:
@@ -33,6 +38,7 @@ def inline(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], m
             fake tensor, as passes find aliases by them.
     """
     values = dict(zip(part.find_nodes(op="placeholder"), inputs))
+    known = _layouts.setdefault(part, {}) if again else {}
     for inner in part.nodes:
         if inner.op == "output":
             return map_arg(inner.args[0], lambda n: values[n])
@@ -41,9 +47,22 @@ def inline(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], m
         copy = graph.node_copy(inner, lambda n: values[n])
         copy.meta.update(meta if isinstance(meta, Mapping) else meta(inner))
         if again:
-            copy.meta["val"] = fake_result(copy)
+            copy.meta["val"] = _result_again(inner, copy, known)
         values[inner] = copy
     raise AssertionError("a graph has an output")
+
+
+def _result_again(inner: torch.fx.Node, copy: torch.fx.Node, known: _Layouts) -> Any:
+    """The fake value of a copy of `inner`; like that of an earlier copy whose arguments had the same layouts."""
+    given = [source.meta["val"] for source in copy.all_input_nodes]
+    key = inner.name, tuple(map(FakeLayout.of, given))
+    if not given or None in key[1] or not returns_new_tensors(inner.target):
+        return fake_result(copy)
+    if (layout := known.get(key)) is not None:
+        return layout.fake(given[0].fake_mode)
+    result = fake_result(copy)
+    known[key] = FakeLayout.of(result)
+    return result
 
 
 def is_whole(graph: torch.fx.Graph) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import traceback as fx_traceback
 from torch.fx.graph import CodeGen
 from torch.fx.node import map_arg
@@ -71,6 +71,30 @@ def first_token() -> torch.Tensor:
     """The first token of effectful operators; real even under a fake mode."""
     with unset_fake_temporarily():
         return torch.empty(0)
+
+
+class FakeLayout(NamedTuple):
+    """What a new tensor that shares its storage with no other one is made of; sizes and strides are numbers."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, value: object) -> FakeLayout | None:
+        """That of a fake tensor; None if it has symbolic sizes, an offset or a gradient, or is another value."""
+        if type(value) is not FakeTensor or value.layout is not torch.strided or value._has_symbolic_sizes_strides:
+            return None
+        if value.storage_offset() or value.requires_grad:
+            return None
+        return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+    def fake(self, mode: FakeTensorMode) -> FakeTensor:
+        """A new fake tensor of `mode`, without a call of an operator."""
+        with _disable_current_modes():
+            elements = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, elements, self.device)
 
 
 def as_fake_as(value: object) -> contextlib.AbstractContextManager[object]:

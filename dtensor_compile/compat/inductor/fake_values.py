@@ -4,6 +4,9 @@ After its post-grad passes, Inductor runs the operators of all nodes that are ne
 fake tensors, and those of all nodes that depend on them. Every node that our steps make has its value
 (`graph/node_builder.py`), and a node that they give another argument keeps its own: once redistributions are lowered,
 nearly the whole graph would be run to find the values that it has.
+
+Twice per graph Inductor also collects the values of the arguments of each node before it asks whether a node changed:
+as long as none did, there is nothing to collect them for.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import feature, hook, patch
 
@@ -68,13 +72,49 @@ class KnownValues:
             if updater.gm.graph is self._graph:
                 updater.processed_hashes.update(self._nodes)
                 self._graph, self._nodes = None, []
-            return cast("int", stock(updater))
+            return 0 if _is_unchanged(updater) else cast("int", stock(updater))
 
         def same(stock: Any, new: Any, old: Any, *args: Any, **kwargs: Any) -> bool:
             return new is old or cast("bool", stock(new, old, *args, **kwargs))
 
         with patched(_UPDATE, update), patched(_SAME, same):
             yield
+
+
+def _is_unchanged(updater: Any) -> bool:
+    """Whether the nodes of a graph, and of the graphs that it calls, are those that `updater` knows.
+
+    It then knows these nodes alone, as after an update. False also where graphs are called by other operators than that
+    of blocks, or where values that a graph is called with are laid out otherwise than its placeholders.
+    """
+    module, known = updater.gm, updater.processed_hashes
+    hashes = {node: updater.hash_node(node) for node in module.graph.nodes}
+    if not all(hash in known for node, hash in hashes.items() if node.op == "call_function"):
+        return False
+    found = ((node, getattr(module, str(node.target), None)) for node in module.graph.find_nodes(op="get_attr"))
+    graphs = {node: graph for node, graph in found if graph is not None and graph in updater.subgraph_updaters}
+    if not all(call.target is CALL and _fits(call, graph) for node, graph in graphs.items() for call in node.users):
+        return False
+    if not all(map(_is_unchanged, updater.subgraph_updaters.values())):
+        return False
+    known.clear()
+    known.update(hashes.values())
+    return True
+
+
+def _fits(call: torch.fx.Node, graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph is called with values that are laid out as its placeholders."""
+    from torch._inductor.fx_utils import _is_fake_tensor_same
+
+    given, placeholders = call.args[2:], graph.graph.find_nodes(op="placeholder")
+    if len(given) != len(placeholders):
+        return False
+    return all(
+        isinstance(node, torch.fx.Node)
+        and "val" in node.meta
+        and _is_fake_tensor_same(node.meta["val"], inner.meta["val"], {}, check_storage=False)
+        for node, inner in zip(given, placeholders)
+    )
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -1,11 +1,19 @@
 """Inductor takes the fake values of lowered nodes as they are, and those that our steps leave are right."""
 
+import operator
+from unittest import mock
+
 import pytest
 import torch
+from torch._inductor import fx_utils
 from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.dtensor.specs import storage_of
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.compat.inductor.fake_values import KnownValues
@@ -104,3 +112,70 @@ def test_inductor_computes_the_values_of_what_it_changed_alone(monkeypatch):
     assert not updates
     assert compiled_anew() == (True, code)
     assert any("all_gather" in line for line in code)
+
+
+@pytest.fixture
+def called_twice():
+    """A graph that calls another one twice, with fake values."""
+    inner = make_fx(lambda x: (x.sin().sum(0),), tracing_mode="fake")(torch.randn(4, 3))
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    x, body = graph.placeholder("x"), graph.get_attr("body")
+    twice = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    calls = [graph.call_function(CALL, (body, "body", operand)) for operand in (x, twice)]
+    sums = [graph.call_function(operator.getitem, (call, 0)) for call in calls]
+    graph.output(tuple(sums))
+    module = torch.fx.GraphModule({"body": inner}, graph)
+    with mode:
+        x.meta["val"], twice.meta["val"] = torch.empty(4, 3), torch.empty(4, 3)
+        for call, item in zip(calls, sums):
+            item.meta["val"] = torch.empty(3)
+            call.meta["val"] = (item.meta["val"],)
+        for node in inner.graph.nodes:
+            if node.op != "output":
+                node.meta["val"] = torch.empty(node.meta["val"].shape)
+    with V.set_fake_mode(mode), KnownValues().hold():
+        yield module, FakeTensorUpdater(module)
+
+
+def collected(updater):
+    """How many nodes an update changed, and of how many it collected the values of the arguments."""
+    with mock.patch("torch._inductor.fx_utils.get_fake_args_kwargs", wraps=fx_utils.get_fake_args_kwargs) as collect:
+        return updater.incremental_update(), collect.call_count
+
+
+def test_nothing_is_collected_for_a_graph_that_did_not_change(called_twice):
+    _, updater = called_twice
+    assert collected(updater) == (0, 0)
+    assert collected(updater) == (0, 0)
+
+
+def test_a_changed_argument_is_seen_as_is_its_return_to_what_it_was(called_twice):
+    module, updater = called_twice
+    (twice,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert collected(updater) == (0, 0)
+    value = twice.meta["val"]
+    for factor in (3, 2):
+        twice.update_arg(1, factor)
+        assert collected(updater)[1] > 0
+        assert twice.meta["val"] is not value
+        value = twice.meta["val"]
+        assert collected(updater) == (0, 0)
+
+
+def test_other_strides_of_what_a_graph_is_called_with_reach_it(called_twice):
+    module, updater = called_twice
+    (x,) = module.graph.find_nodes(op="placeholder")
+    (twice,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    with V.fake_mode:
+        x.meta["val"], twice.meta["val"] = torch.empty(3, 4).t(), torch.empty(3, 4).t()
+    assert collected(updater)[1] > 0
+    (inner,) = module.body.graph.find_nodes(op="placeholder")
+    assert inner.meta["val"].stride() == (1, 4)
+
+
+def test_a_change_inside_of_a_called_graph_is_seen(called_twice):
+    module, updater = called_twice
+    (sine,) = module.body.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    sine.target = torch.ops.aten.cos.default
+    assert collected(updater)[1] > 0
+    assert collected(updater) == (0, 0)
