@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.compat.aot.fx import CALL, FakeLayout, called_graph
+from dtensor_compile.compat.aot.fx import CALL, FakeLayout, called_graph, returns_new_tensors
 from dtensor_compile.compat.dynamo.observers.module_names import module_name
 from dtensor_compile.graph.arguments import const_arg, fake_result, node_arg
 from dtensor_compile.graph.node_builder import inherited
-from dtensor_compile.graph.operator_traits import returns_new_tensors
 
 #: Metadata for nodes.
 Meta = Mapping[str, Any] | Callable[[torch.fx.Node], Mapping[str, Any]]

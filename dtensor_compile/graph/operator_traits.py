@@ -93,13 +93,6 @@ def is_mutable(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
-def returns_new_tensors(target: Any) -> bool:
-    """Whether no result of an operator is, or is a view of, an argument, by its schema."""
-    return isinstance(target, torch._ops.OpOverload) and not any(
-        value.alias_info for value in (*target._schema.returns, *target._schema.arguments)
-    )
-
-
 def transposes(node: torch.fx.Node) -> bool:
     """Whether a node is the transpose of a matrix."""
     return node.target is aten.t.default or node.target is aten.permute.default and list_arg(node, 1) == [1, 0]

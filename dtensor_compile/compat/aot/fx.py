@@ -18,6 +18,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 CALL = torch.ops.higher_order.invoke_subgraph
 
 
+def is_functional(target: object) -> bool:
+    """Whether a target is an operator that writes to no argument, by its schema."""
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+
+
+def returns_new_tensors(target: object) -> bool:
+    """Whether a target is an operator of which no result is, or is a view of, an argument, by its schema."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return not any(value.alias_info for value in (*target._schema.returns, *target._schema.arguments))
+
+
 class SavedNode(NamedTuple):
     """The state of a node."""
 

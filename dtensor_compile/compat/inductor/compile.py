@@ -194,6 +194,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     def plan(graph: torch.fx.Graph) -> None:
         joint_pass(graph)
         held.remember(graph)
+        values.trust(graph)
 
     def lower(graph: torch.fx.Graph) -> None:
         post_grad_pass(graph)
@@ -213,8 +214,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     inner = keep()(begins_with(header)(_graph_compiler(lowered, values, uncompiled))) if kernels else run_lowered(lower)
     inner = keys_of_any_process()(guards_of_local_sizes()(inner))
     with keys_of_any_process(), guards_of_local_sizes(), quick_starts(), rebuild_damaged_libraries(), keep():
-        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
-        return cast("Callable[..., Any]", compiled)  # for a module
+        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches))
 
 
 def _graph_compiler(

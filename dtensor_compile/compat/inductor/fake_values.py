@@ -5,6 +5,10 @@ fake tensors, and those of all nodes that depend on them. Every node that our st
 (`graph/node_builder.py`), and a node that they give another argument keeps its own: once redistributions are lowered,
 nearly the whole graph would be run to find the values that it has.
 
+Before them, Inductor runs all operators of the graph once more, since its passes over the joint graph may have left
+values that are wrong. Those that were right where these passes began, and depend on nothing that they changed, still
+are.
+
 Twice per graph Inductor also collects the values of the arguments of each node before it asks whether a node changed:
 as long as none did, there is nothing to collect them for.
 """
@@ -12,13 +16,16 @@ as long as none did, there is nothing to collect them for.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.aot.fx import CALL
+from dtensor_compile.compat.aot.fx import CALL, is_functional, returns_new_tensors
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import feature, hook, patch
 
@@ -34,6 +41,16 @@ _KNOWN = feature(
     upstream="not reported: a custom pass cannot say that it keeps values; a value counts as another than itself",
     remove_when="FakeTensorUpdater leaves nodes alone whose values a custom pass has set",
 )
+_PROPAGATE = patch("torch.fx.passes.fake_tensor_prop:FakeTensorProp.run_node", "self n")
+_RIGHT = feature(
+    "values of traced nodes are computed once",
+    _PROPAGATE,
+    without="programs take a few percent longer to compile",
+    upstream="not reported: all operators of a graph are run again for those that passes over the joint graph change",
+    remove_when="passes over the joint graph keep values right, and Inductor relies on them",
+)
+#: In the metadata of a node: the node when its value was known to be right.
+_TRACED = "dtensor_compile_traced"
 
 
 class KnownValues:
@@ -57,6 +74,12 @@ class KnownValues:
         state = cast("FakeTensorUpdater", None)  # of which the function needs nothing
         self._graph, self._nodes = graph, [FakeTensorUpdater.hash_node(state, node) for node in nodes]
 
+    def trust(self, graph: torch.fx.Graph) -> None:
+        """Notes that the values of a graph are right, on its nodes, of which those of other graphs are copied."""
+        for node in graph.nodes:
+            if node.target is operator.getitem or is_functional(node.target):
+                node.meta[_TRACED] = _text_of(node)
+
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """While active, Inductor computes the values of the nodes that it has changed since, and of their users.
@@ -77,8 +100,48 @@ class KnownValues:
         def same(stock: Any, new: Any, old: Any, *args: Any, **kwargs: Any) -> bool:
             return new is old or cast("bool", stock(new, old, *args, **kwargs))
 
-        with patched(_UPDATE, update), patched(_SAME, same):
+        run = patched(_PROPAGATE, _run_node) if _RIGHT.works() else contextlib.nullcontext()
+        with patched(_UPDATE, update), patched(_SAME, same), run:
             yield
+
+
+def _text_of(node: torch.fx.Node) -> tuple[Any, ...]:
+    return node.target, *map_arg((node.args, node.kwargs), lambda source: source.name)
+
+
+def _run_node(stock: Any, interpreter: Any, node: torch.fx.Node) -> Any:
+    """Runs a node on fake tensors, unless its value is known to be right.
+
+    The value that it has is kept where it is one of the same layout: later nodes may be views of it. A view that has to
+    be run is one of another value, and so are those of its users.
+    """
+    right = vars(interpreter).setdefault("dtensor_compile_right", set())
+    old, text = node.meta.get("val"), node.meta.pop(_TRACED, None)
+    if text == _text_of(node) and right.issuperset(node.all_input_nodes) and _same_layout(old, old, interpreter):
+        right.add(node)
+        return old
+    result = stock(interpreter, node)
+    new = node.op == "placeholder" or node.target is CALL or returns_new_tensors(node.target)
+    if new and _same_layout(old, result, interpreter):
+        node.meta["val"] = old
+        right.add(node)
+        return old
+    return result
+
+
+def _same_layout(old: Any, new: Any, interpreter: Any) -> bool:
+    """Whether two results are fake tensors of the interpreter's mode with the same sizes, strides and so on."""
+    if isinstance(old, (list, tuple)):
+        same = isinstance(new, (list, tuple)) and len(old) == len(new)
+        return same and all(_same_layout(one, other, interpreter) for one, other in zip(old, new))
+    if not all(type(value) is FakeTensor and value.fake_mode is interpreter._mode for value in (old, new)):
+        return False
+    return not _is_symbolic(old) and not _is_symbolic(new) and _layout_of(old) == _layout_of(new)
+
+
+def _layout_of(value: torch.Tensor) -> tuple[Any, ...]:
+    strides = (value.stride(), value.storage_offset()) if value.layout == torch.strided else ()
+    return value.layout, value.shape, strides, value.dtype, value.device
 
 
 def _is_unchanged(updater: Any) -> bool:

@@ -12,6 +12,8 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.dtensor.specs import storage_of
@@ -179,3 +181,86 @@ def test_a_change_inside_of_a_called_graph_is_seen(called_twice):
     sine.target = torch.ops.aten.cos.default
     assert collected(updater)[1] > 0
     assert collected(updater) == (0, 0)
+
+
+def program(x, y):
+    product = x @ y
+    return product.t().sin(), x.cos().t().exp(), torch.split(y, [1, 2])[1].neg()
+
+
+def propagated(module):
+    """The nodes whose operators a propagation runs again, with `module` left with its values."""
+    ran, stock = [], FakeTensorProp.run_node
+
+    def run_node(self, n):
+        ran.append(n.name)
+        return stock(self, n)
+
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    values = KnownValues()
+    with mock.patch.object(FakeTensorProp, "run_node", run_node), values.hold():
+        FakeTensorProp(module, inputs[0].fake_mode).propagate_dont_convert_inputs(*inputs)
+    return [node.name for node in module.graph.nodes if node.name in ran and node.op == "call_function"]
+
+
+def trusted(known=True):
+    module = make_fx(program, tracing_mode="fake")(torch.randn(4, 3), torch.randn(3, 5))
+    if known:
+        KnownValues().trust(module.graph)
+    return module
+
+
+def layouts(module):
+    return {node.name: layout_of(node.meta["val"]) for node in module.graph.nodes if "val" in node.meta}
+
+
+def turn_x(module):
+    """Gives the cosine an argument with other strides."""
+    (cosine,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    with module.graph.inserting_before(cosine):
+        turned = module.graph.call_function(torch.ops.aten.t.default, cosine.args)
+        copied = module.graph.call_function(
+            torch.ops.aten.clone.default, (turned,), {"memory_format": torch.contiguous_format}
+        )
+        cosine.args = (module.graph.call_function(torch.ops.aten.t.default, (copied,)),)
+
+
+def test_no_operator_runs_again_whose_arguments_are_what_they_were():
+    module = trusted()
+    before = {node.name: node.meta.get("val") for node in module.graph.nodes}
+    assert propagated(module) == []
+    assert all(node.meta.get("val") is before[node.name] for node in module.graph.nodes if node.op == "call_function")
+    assert len(propagated(module)) == 10  # the note holds once
+
+
+def test_what_depends_on_a_change_runs_again():
+    module, unknown = trusted(), trusted(known=False)
+    for one in (module, unknown):
+        turn_x(one)
+    assert propagated(module) == ["t_default", "clone_default", "t_default_1", "cos", "t_1", "exp"]
+    assert len(propagated(unknown)) == 13
+    assert layouts(module) == layouts(unknown)
+    (cosine,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    assert cosine.meta["val"].stride() == (1, 4)
+    assert all(map(shares_storage, module.graph.nodes))
+
+
+def test_a_change_that_leaves_the_layout_ends_at_the_next_new_tensor():
+    module = trusted()
+    (product,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    with module.graph.inserting_before(product):
+        product.update_arg(0, module.graph.call_function(torch.ops.aten.neg.default, (product.args[0],)))
+    assert propagated(module) == ["neg_default", "mm"]
+
+
+def test_values_of_another_mode_are_not_taken():
+    module = trusted()
+    (x, y), mode = module.graph.find_nodes(op="placeholder"), FakeTensorMode()
+    with mode:
+        x.meta["val"], y.meta["val"] = torch.empty(4, 3), torch.empty(3, 5)
+    assert len(propagated(module)) == 10
+    assert all(value.fake_mode is mode for node in module.graph.nodes for value in tensors_of(node))
+
+
+def tensors_of(node):
+    return [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
