@@ -14,7 +14,7 @@ from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
 from dtensor_compile.compat.dynamo.observers.observe import FRAME
 from dtensor_compile.errors import MemoryBudgetError
-from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, operator_of, sizes_of, value_of
+from dtensor_compile.graph.arguments import operator_of, sizes_of, value_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.ir.mesh import parse_mesh
@@ -123,9 +123,15 @@ def communicates(target: Any) -> bool:
 
 
 def redistribution_of(node: torch.fx.Node) -> RedistributeNode:
-    """Arguments of a redistribute node."""
-    source, target, mesh = (const_arg(node, place, str) for place in (1, 2, 3))
-    return RedistributeNode(node_arg(node, 0), source, target, mesh, tuple(list_arg(node, 4)))
+    """Arguments of a redistribute node.
+
+    Raises:
+        TypeError: the node has other arguments.
+    """
+    match node.args:
+        case torch.fx.Node() as local, str() as source, str() as target, str() as mesh, list() | tuple() as shape, *_:
+            return RedistributeNode(local, source, target, mesh, tuple(shape))
+    raise TypeError(f"{node.name} = {node.target}{node.args} has not the arguments of a redistribution")
 
 
 class Cost(NamedTuple):

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.aot.partition import HeldNodes
 from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, keys_of_any_process
-from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
+from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are, waits_are_not_run
 from dtensor_compile.compat.inductor.fake_values import KnownValues
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
@@ -227,6 +227,7 @@ def _graph_compiler(
     from dtensor_compile.compat.inductor.kernel_nodes import waits_are_kept
 
     inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
+    inner = waits_are_not_run()(inner)
     inner = rare_collections()(values.hold()(inner))
     return inner if uncompiled is None else run_uncompiled(inner, lowered, uncompiled)
 
