@@ -65,18 +65,18 @@ class KnownValues:
 
         With symbolic sizes, Inductor replaces those for which the values of new nodes were computed by equal ones.
         """
-        nodes = [node for node in graph.nodes if "val" in node.meta]
-        values = (value for node in nodes for value in pytree.tree_leaves(node.meta["val"]))
-        if not _KNOWN.works() or any(map(_is_symbolic, values)):
+        if not _KNOWN.works() or not _is_static(graph):
             return
         from torch._inductor.fx_utils import FakeTensorUpdater
 
         state = cast("FakeTensorUpdater", None)  # of which the function needs nothing
+        nodes = (node for node in graph.nodes if "val" in node.meta)
         self._graph, self._nodes = graph, [FakeTensorUpdater.hash_node(state, node) for node in nodes]
 
     def trust(self, graph: torch.fx.Graph) -> None:
-        """Notes that the values of a graph are right, on its nodes, of which those of other graphs are copied."""
-        for node in graph.nodes:
+        """Notes that the values of a graph with static shapes are right, on its nodes, of which those of other graphs
+        are copied."""
+        for node in graph.nodes if _is_static(graph) else ():
             if node.target is operator.getitem or is_functional(node.target):
                 node.meta[_TRACED] = _text_of(node)
 
@@ -178,6 +178,11 @@ def _fits(call: torch.fx.Node, graph: torch.fx.GraphModule) -> bool:
         and _is_fake_tensor_same(node.meta["val"], inner.meta["val"], {}, check_storage=False)
         for node, inner in zip(given, placeholders)
     )
+
+
+def _is_static(graph: torch.fx.Graph) -> bool:
+    values = (value for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
+    return not any(map(_is_symbolic, values))
 
 
 def _is_symbolic(value: Any) -> bool:
