@@ -49,7 +49,7 @@ _RIGHT = feature(
     upstream="not reported: all operators of a graph are run again for those that passes over the joint graph change",
     remove_when="passes over the joint graph keep values right, and Inductor relies on them",
 )
-#: In the metadata of a node: the node when its value was known to be right.
+#: In the metadata of a node: its target and arguments when its value was known to be right.
 _TRACED = "dtensor_compile_traced"
 
 
@@ -74,9 +74,8 @@ class KnownValues:
         self._graph, self._nodes = graph, [FakeTensorUpdater.hash_node(state, node) for node in nodes]
 
     def trust(self, graph: torch.fx.Graph) -> None:
-        """Notes that the values of a graph with static shapes are right, on its nodes, of which those of other graphs
-        are copied."""
-        for node in graph.nodes if _is_static(graph) else ():
+        """Notes on the nodes of a graph with static shapes that their values are right; copies have the note."""
+        for node in graph.nodes if _RIGHT.works() and _is_static(graph) else ():
             if node.target is operator.getitem or is_functional(node.target):
                 node.meta[_TRACED] = _text_of(node)
 
@@ -87,9 +86,6 @@ class KnownValues:
         A value is also the same as itself: torch compares storages such that none is, and computes the result of each
         call of a graph anew although the graph returns what it did.
         """
-        if not _KNOWN.works():
-            yield
-            return
 
         def update(stock: Any, updater: Any) -> int:
             if updater.gm.graph is self._graph:
@@ -100,8 +96,12 @@ class KnownValues:
         def same(stock: Any, new: Any, old: Any, *args: Any, **kwargs: Any) -> bool:
             return new is old or cast("bool", stock(new, old, *args, **kwargs))
 
-        run = patched(_PROPAGATE, _run_node) if _RIGHT.works() else contextlib.nullcontext()
-        with patched(_UPDATE, update), patched(_SAME, same), run:
+        with contextlib.ExitStack() as stack:
+            if _KNOWN.works():
+                stack.enter_context(patched(_UPDATE, update))
+                stack.enter_context(patched(_SAME, same))
+            if _RIGHT.works():
+                stack.enter_context(patched(_PROPAGATE, _run_node))
             yield
 
 

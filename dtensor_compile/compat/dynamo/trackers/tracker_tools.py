@@ -191,7 +191,10 @@ def tracked(tx: Translator, value: Any) -> VariableTracker | None:
 
 
 def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTracker:
-    """Makes later lookups of `value` in this frame, from any source, return `tracker` (with a guard on identity)."""
+    """Makes later lookups of `value` in this frame, from any source, return `tracker`, with a guard on identity.
+
+    A mesh has a guard on equality instead (`mesh_guards`).
+    """
     if value in tx.output.side_effects:
         return tracker
     return tx.output.side_effects.track_object_existing(value, tracker)
