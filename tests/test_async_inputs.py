@@ -175,10 +175,10 @@ def assert_as_in_eager(layer, use, backend):
 @pytest.mark.parametrize(
     "layer, backend",
     [
-        ("tensor", "dtensor"),
-        pytest.param("tensor", "dtensor_aten", marks=pytest.mark.slow),
+        pytest.param("tensor", "dtensor", marks=pytest.mark.slow),
+        ("tensor", "dtensor_aten"),
         pytest.param("in a DTensor", "dtensor", marks=pytest.mark.slow),
-        ("in a DTensor", "dtensor_aten"),
+        pytest.param("in a DTensor", "dtensor_aten", marks=pytest.mark.slow),
         pytest.param("gathered", "dtensor", marks=pytest.mark.slow),
         ("gathered", "dtensor_aten"),
     ],
@@ -196,8 +196,9 @@ def test_inputs_that_were_not_waited_for_are_written_in_place(backend):
         assert_as_in_eager("gathered", use, backend)
 
 
-@pytest.mark.parametrize("backend", ["dtensor_aten", pytest.param("dtensor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("batches", [(2,), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dtensor_aten", "dtensor"])
+@pytest.mark.parametrize("batches", [(2,), (2, 1)], ids=str)
 @on_ranks(2)
 def test_blocks_of_a_tensor_parallel_model_are_compiled_one_by_one(backend, batches):
     config = LlamaConfig(layers=2, dim=32, ffn_dim=48, heads=4, kv_heads=2, vocab=64, sequence=16)

@@ -36,8 +36,9 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.slow), "dtensor_aten"])
-@pytest.mark.parametrize("program", [step, pytest.param(step_of_the_sum, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dtensor", "dtensor_aten"])
+@pytest.mark.parametrize("program", [step, step_of_the_sum])
 @on_ranks(2)
 def test_gradients_are_placed_as_in_eager(program, backend):
     for name, leaves in LEAVES.items():

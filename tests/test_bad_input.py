@@ -37,6 +37,7 @@ def _alone(code):
     )
 
 
+@pytest.mark.slow
 def test_a_program_that_needs_a_process_group_and_has_none():
     result = _alone("""
         import torch, torch.distributed as dist
@@ -59,11 +60,9 @@ def test_a_program_that_needs_a_process_group_and_has_none():
     assert "Default process group has not been initialized" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "backends", [pytest.param(("dtensor", "dtensor_aten"), marks=pytest.mark.slow), ("dtensor_aten",)]
-)
-def test_a_program_without_anything_distributed_needs_no_process_group(backends):
-    result = _alone(f"""
+@pytest.mark.slow
+def test_a_program_without_anything_distributed_needs_no_process_group():
+    result = _alone("""
         import torch, warnings
 
         torch.manual_seed(0)
@@ -75,7 +74,7 @@ def test_a_program_without_anything_distributed_needs_no_process_group(backends)
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for backend in {backends}:
+            for backend in ("dtensor", "dtensor_aten"):
                 for batch in (3, 5):
                     x = torch.randn(batch, 4)
                     results = []

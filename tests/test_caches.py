@@ -101,6 +101,7 @@ def _sharded(x, w):
     return (x @ w).sin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [_plain, _sharded])
 def test_a_graph_over_symbolic_sizes_is_kept_whole(program):
     def run(*batches):
@@ -213,6 +214,7 @@ program.torch = torch
 """
 
 
+@pytest.mark.slow
 def test_keys_do_not_depend_on_who_imported_torch_first():
     def keys(script):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -161,7 +161,7 @@ def of_cases(compile_):
     return complaints, len(recording.breaks), len(recording.compilations)
 
 
-@pytest.mark.parametrize("compile_", [False, True])
+@pytest.mark.parametrize("compile_", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_values_and_gradients(compile_):
     answers = run_on_ranks(4, of_cases, compile_, timeout=300)
     assert [complaints for complaints, _, _ in answers] == [[]] * 4

@@ -25,6 +25,7 @@ from dtensor_compile.lowering import lower
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_redistributions_of_a_batch_that_varies():
     mesh = make_mesh((2,), ("tp",))
@@ -175,6 +176,7 @@ def test_equal_layers_with_two_batch_sizes_and_one_graph():
     assert counters.graphs() == 1
 
 
+@pytest.mark.slow
 def test_what_equal_layers_need_is_found_once():
     """Decisions of sharding propagation and expansions of redistributions for symbolic sizes: as many for four layers
     as for two.

@@ -112,7 +112,8 @@ def test_a_matrix_product_that_is_added_with_a_factor(dtype):
         torch.testing.assert_close(value, wanted)
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"momentum": 0.9, "weight_decay": 0.01}])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
 @on_ranks(2)
 def test_a_whole_step_of_sgd(options):
     def run(backend):

@@ -78,6 +78,7 @@ def test_values_that_nothing_uses_are_drawn(program):
     assert_parity(program, [argument(Shard(0))], loss=sum_of_squares, backend="dtensor_aten")
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_a_mask_in_a_recomputed_region():
     for placement in (Shard(0), Replicate()):

@@ -125,15 +125,18 @@ def the_whole_step_compiled(loop):
 
 
 PROGRAMS = (
-    lengths_that_vary,
+    pytest.param(lengths_that_vary, marks=pytest.mark.slow),
     batches_that_vary,
     evaluation_between_steps,
-    accumulated_gradients,
+    pytest.param(accumulated_gradients, marks=pytest.mark.slow),
     the_first_step_of_an_optimizer,
-    the_optimizer_compiled,
+    pytest.param(the_optimizer_compiled, marks=pytest.mark.slow),
     pytest.param(
         the_whole_step_compiled,
-        marks=pytest.mark.skipif(minor_release(torch.__version__) == "2.11", reason="a whole step breaks on 2.11"),
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(minor_release(torch.__version__) == "2.11", reason="a whole step breaks on 2.11"),
+        ],
     ),
 )
 

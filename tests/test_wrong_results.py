@@ -372,7 +372,8 @@ def test_a_mask_that_was_gathered(dim):
         assert_parity(program, [x], loss=sum_of_full_squares, backend="dtensor", options={"strict": True}, calls=2)
 
 
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
 @on_ranks(3)
 def test_a_graph_that_is_retained(dynamic):
     """A backward pass of Inductor's writes over saved tensors: torch refused to retain the graph, on the ranks that

@@ -27,6 +27,7 @@ def _run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=2400, check=False)
 
 
+@pytest.mark.slow
 def test_a_small_program_without_some_of_torchs_private_names():
     done = _run(*SOME)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -41,6 +41,7 @@ def fixed_inputs(monkeypatch, **options):
     return found, [d.bytes for d in decided]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gathered_parameters_of_the_root_have_no_fixed_address():
     with pytest.MonkeyPatch.context() as monkeypatch:

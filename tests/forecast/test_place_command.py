@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 import torch
 
 from dtensor_compile.cli import main
@@ -94,6 +95,7 @@ def test_the_page(tmp_path):
     assert "too much" in page
 
 
+@pytest.mark.slow
 def test_the_code_of_plans_is_forecast(capsys):
     own = HERE + "tensor_parallel"
     found = placed(capsys, HERE + "tokens", "--mesh", "tp=2", "--gpu", "h100", "--forecast", "--own", own)["forecast"]

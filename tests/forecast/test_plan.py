@@ -91,6 +91,7 @@ def test_gathered_parameters():
     assert {row.kind for row in plan.communication if row.mesh_dim == "dp"} == {"all_gather", "reduce_scatter"}
 
 
+@pytest.mark.slow
 def test_equal_blocks_compiled_once_have_the_figures_of_each():
     """Kernels are not fused across the ends of blocks, of which a step of microseconds takes notice."""
     once, traced = (plan_of("layers", (("dp", 2), ("tp", 2)), blocks=blocks) for blocks in ("once", "traced"))

@@ -98,6 +98,7 @@ def in_browser(page, script, tmp_path):
     return re.search(r"<title>(.*?)</title>", done.stdout)[1]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_memory_and_streams_are_drawn(plan, files, tmp_path):
     drawn = "document.title = [document.querySelectorAll('#step .scatterlayer .trace').length, "

@@ -234,7 +234,8 @@ def test_sizes_that_vary_where_some_ranks_get_one_row():
     check(Program((1, 2, 2), (x,), lines, ("v2",), True))
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_the_mask_of_a_dropout_of_shards_that_are_empty_on_some_ranks(dynamic):
     x = "tensor(mesh, 1, [1, 5], torch.float32, [Shard(0), Shard(0)], True)"
     w = "tensor(mesh, 2, [4, 5], torch.float32, [Shard(0), Shard(0)], False)"

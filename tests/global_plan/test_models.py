@@ -14,7 +14,7 @@ from tests.global_plan.models import MODELS
 
 STEPS = 3
 #: Models of the fast suite.
-FEW = ("recommender", "convolution")
+FEW = ("convolution",)
 
 
 def whole(x):

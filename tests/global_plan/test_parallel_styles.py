@@ -41,6 +41,7 @@ def megatron(names):
     }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_styles_of_columns_and_rows():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -94,6 +95,7 @@ def test_code_of_other_meshes():
         assert set(written(plan, "tensors")["STATE"]) == {"weight", "bias"}
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_marks():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

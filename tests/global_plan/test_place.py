@@ -108,6 +108,7 @@ def test_a_budget_that_nothing_fits_is_said(meshes):
     assert least.choice.fits
 
 
+@pytest.mark.slow
 def test_equal_blocks_have_equal_placements_and_cost_one_search(meshes):
     config = dataclasses.replace(LlamaConfig(), layers=4, dim=256, sequence=128, vocab=512)
     model = on_meta(lambda: Llama(config))

@@ -30,6 +30,7 @@ def plan(mesh):
     return place(model, mesh, tokens, topology="h100")
 
 
+@pytest.mark.slow
 def test_rows_add_up_to_the_plan(plan):
     for choice in (plan.choice, *(known.choice for known in plan.known if known.choice)):
         rows = plan_rows(plan.variables, choice)

@@ -70,6 +70,7 @@ def test_a_step_takes_at_most_what_stocks_does(layout):
     assert found["ours"] <= 1.05 * found.get("stock", found["eager"]), found  # what two runs of one program differ by
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_is_said_and_nothing_is_measured():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

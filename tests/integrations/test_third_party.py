@@ -28,6 +28,7 @@ def test_tested_version_is_silent():
         third_party("pytest", (importlib.metadata.version("pytest"),))
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_by_the_package():
     code = (
         "import sys, dtensor_compile, dtensor_compile.backend\n"

@@ -305,6 +305,7 @@ def kernels_of_both():
     )
 
 
+@pytest.mark.slow
 def test_inductor_writes_no_kernel_for_a_copy():
     for plain, ours in run_on_ranks(2, kernels_of_both, timeout=280):
         assert (plain, ours) == (3, 1)  # two copies and silu(a) * b; that alone

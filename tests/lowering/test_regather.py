@@ -69,7 +69,8 @@ def results(kernels="aten"):
 KEPT, AGAIN = ("S(0)->R", "kept for backward"), ("S(0)->R", "gathered again in backward")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_parameters(ranks):
     """The gradient of a layer's input needs its weight; all gathers are repeated, none, or those that a budget
     leaves.
@@ -88,6 +89,7 @@ def test_parameters_through_inductor():
     assert rows["always"][0] == [3, 3] and rows["never"][0] == [3, 0]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_fsdp_and_checkpoints_repeat_is_kept_where_that_is_asked_for():
     mesh = make_mesh((2,), ("dp",))

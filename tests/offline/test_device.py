@@ -284,6 +284,7 @@ def test_inductor_makes_the_same_code_for_a_cpu_before_and_after():
     assert _run(_CODE) is True
 
 
+@pytest.mark.slow
 def test_nothing_of_torch_or_triton_differs_afterwards():
     compared, differing = _run(_STATE)
     assert compared > 10_000

@@ -166,6 +166,7 @@ kernel   triton_poi_fused_embedding_dense_backward_redistribute_14
     )
 
 
+@pytest.mark.slow
 def test_sharded_parameters_on_eight_h200():
     device = step("fsdp", 8, "h200")
     check(device)

@@ -52,6 +52,7 @@ def test_data_parallel_collectives_run_beside_kernels(name):
     assert all(graph.order is not None for graph in recording.graphs)
 
 
+@pytest.mark.slow
 def test_decisions_and_report_are_of_the_written_code():
     graphs, recording = compiled("fully_shard x tensor parallel: plain", layers=2)
     for written, record in zip(graphs, recording.graphs, strict=True):

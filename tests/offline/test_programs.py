@@ -159,7 +159,7 @@ def compiled(name, config=TINY, **kwargs):
 
 
 #: Those that `make test` compiles; of the others `make test-slow` does, and test_order.py another one.
-QUICK = ("DDP: plain", "fully_shard x tensor parallel: uneven")
+QUICK = ("DDP: plain",)
 
 
 @pytest.mark.parametrize(

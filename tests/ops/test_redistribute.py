@@ -262,6 +262,7 @@ def compare_other_meshes():
     return wrong
 
 
+@pytest.mark.slow
 def test_slices_flattened_meshes_and_other_orders_of_ranks():
     assert [line for lines in run_on_ranks(4, compare_other_meshes) for line in lines] == []
 

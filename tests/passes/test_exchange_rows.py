@@ -104,8 +104,7 @@ def sent(make, tokens, backend="dtensor_aten", options=None):
     "world, backend",
     [
         *((world, "dtensor_aten") for world in (2, 3)),
-        (2, "dtensor"),
-        pytest.param(3, "dtensor", marks=pytest.mark.slow),
+        *(pytest.param(world, "dtensor", marks=pytest.mark.slow) for world in (2, 3)),
     ],
 )
 def test_rows_travel_and_not_the_table(world, backend):

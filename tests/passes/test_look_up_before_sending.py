@@ -91,7 +91,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(4)
 def test_programs_have_eagers_numbers_forward_and_backward(dtype):
     mesh = make_mesh((4,))

@@ -118,6 +118,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_a_gather_goes_behind_what_makes_it_smaller():
     for name, (function, columns) in SMALLER.items():
@@ -180,6 +181,7 @@ def test_what_is_whole_along_an_outer_mesh_dim_is_not_cut_for_nothing():
     assert "move_redistributions" not in kinds
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_sums_of_uneven_shards_have_eagers_numbers():
     for function, _ in SMALLER.values():

@@ -105,7 +105,8 @@ def sent(compiled, x):
     return recording.bytes_sent, collectives, {d.kind for d in recording.decisions}
 
 
-@pytest.mark.parametrize("norm", [nn.RMSNorm, pytest.param(nn.LayerNorm, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 @on_ranks(4)
 def test_plain_models_have_eagers_numbers_and_the_bytes_of_the_program(norm):
     loss = lambda out: out.exp().mean()  # noqa: E731

@@ -76,7 +76,8 @@ def on_uneven_shards(world):
     return found
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_make_the_same_decisions_and_numbers_are_eagers(world):
     first, *others = run_on_ranks(world, on_uneven_shards, world)
     assert all(other == first for other in others)

@@ -43,7 +43,7 @@ def test_the_average_rank_sends(source, target, mesh_shape, shape, elements):
 
 
 @pytest.mark.parametrize(
-    "mesh_shape", [(3,), (2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((3, 2), (2, 1, 2)))]
+    "mesh_shape", [(3,), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 2), (3, 2), (2, 1, 2)))]
 )
 def test_no_plan_sends_less(mesh_shape):
     chosen, words = random.Random(3), ("R", "S(0)", "S(1)", "P(sum)", "P(max)", "_S(0,2)")

@@ -19,7 +19,7 @@ WORDS = ("R", "S(0)", "S(1)", "P(sum)")
 CASES = [
     ((4,), (8, 8), 16),
     pytest.param((2, 4), (256, 64), 50, marks=pytest.mark.slow),
-    ((2, 4), (7, 300), 25),
+    pytest.param((2, 4), (7, 300), 25, marks=pytest.mark.slow),
     pytest.param((2, 2, 2), (64, 64), 20, marks=pytest.mark.slow),
 ]
 

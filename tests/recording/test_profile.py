@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,6 +77,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_the_profile_of_a_model():
     torch._dynamo.reset()

@@ -192,6 +192,7 @@ def test_model_and_inputs(program, capsys):
     assert sum(len(g.spans) for g in report.ours.graphs) > len(report.ours.collectives)
 
 
+@pytest.mark.slow
 def test_profile(program, capsys):
     """Of both sides, with kernels unless aten is asked for."""
     status, report = report_of("a_program.py:build", "--profile")
@@ -428,6 +429,7 @@ def test_torch_logs_prints_decisions_as_they_are_made(program):
     ]
 
 
+@pytest.mark.slow
 def test_a_real_job_under_torchrun(program):
     command = [
         sys.executable,

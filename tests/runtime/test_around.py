@@ -273,6 +273,7 @@ def test_more_kinds_of_input_than_graphs_are_kept(mesh):
         assert torch.equal(compiled(x)._local_tensor, program(x)._local_tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["plain result", "DTensor"])
 def test_calls_leave_nothing_behind(mesh, whole):
     class Product(Model):

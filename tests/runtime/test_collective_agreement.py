@@ -67,6 +67,7 @@ def test_sizes_count_where_both_are_known():
 # ---- ranks that cannot run together --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_redistributions_over_other_groups_are_an_error_on_every_rank():
     mesh = make_mesh((2, 2), ("dp", "tp"))

@@ -1,5 +1,6 @@
 """What a step holds at its peak, on real ranks: gathered parameters live as long as in eager or as stock has them."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -70,6 +71,7 @@ def compiled(model, backend, **options):
     return torch.compile(model, backend=backend, **({"options": options} if options else {}))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_without_inductor_inputs_of_a_backward_are_freed_as_they_are_used():
     mesh = make_mesh((2,), ("dp",))
@@ -84,6 +86,7 @@ def test_without_inductor_inputs_of_a_backward_are_freed_as_they_are_used():
         )  # gloo's threads free what they sent a few layers earlier or later
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_no_more_is_kept_for_backward_than_eager_keeps():
     mesh = make_mesh((2,), ("dp",))

@@ -313,6 +313,7 @@ def test_scaled_step_with_a_hook_is_left_out_too(mesh):
     assert len(seen) == 4  # two steps, eager and compiled
 
 
+@pytest.mark.slow
 @NATIVE
 def test_learning_rate_of_a_scaled_step_follows_a_scheduler(mesh):
     schedulers = {}

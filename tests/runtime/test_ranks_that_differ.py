@@ -257,6 +257,7 @@ def fails_on_rank_1_which_lives_on(rest):
     return "alive"
 
 
+@pytest.mark.slow
 def test_a_rank_that_catches_its_error_and_lives_on_is_named_when_the_time_out_of_the_group_is_over():
     waits, lives = run_job(2, fails_on_rank_1_which_lives_on, 5.0)
     assert lives.value == "alive" and waits.seconds < lives.seconds

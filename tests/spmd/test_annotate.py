@@ -194,15 +194,13 @@ def _sharded_module_trains():
         torch.testing.assert_close(p.full_tensor(), q)
 
 
-@pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
-def test_marks_in_compiled_programs(every):
-    """Without `every` not those that test_permuted_ranks.py and `_marks_inside_place_parameters` have, too."""
+def test_marks_in_compiled_programs():
     _parameters_and_input()
     _input_with_a_gradient()
-    if every:
-        _uneven_and_other_sizes()
-    for mark in ("in place", "result", "both ways") if every else ("both ways",):
+    _uneven_and_other_sizes()
+    for mark in ("in place", "result", "both ways"):
         _intermediate(mark)
     _marks_inside_place_parameters()
     _values_that_agree()

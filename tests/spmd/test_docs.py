@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+import pytest
+
 import dtensor_compile.spmd as spmd
 from dtensor_compile.testing import on_ranks
 
@@ -11,6 +13,7 @@ SETUP = re.search(r"```python\n(.*?)```", TEXT, re.S).group(1)
 EXAMPLES = re.findall(r"^## (.+?)\n.*?```python\n(.*?)```", TEXT, re.S | re.M)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=290)
 def test_examples_run():
     failed = []

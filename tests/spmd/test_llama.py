@@ -89,7 +89,8 @@ def test_three_annotations_a_block():
         assert answer["bytes"] < answer["whole bytes"] <= answer["bytes"] + answer["lacking"]
 
 
-@pytest.mark.parametrize("count", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [True, False])
 def test_bytes_are_those_of_the_plan(count):
     def sent(module, inputs):
         torch._dynamo.reset()

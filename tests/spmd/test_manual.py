@@ -356,6 +356,7 @@ def set_global_mesh_22():
     return mesh
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_regions():
     set_global_mesh_22()

@@ -337,6 +337,7 @@ def test_uneven_shards_are_those_of_dtensor(rank):
 # ---- on ranks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_device_mesh_there_and_back():
     device_mesh = make_mesh((2, 2), ("dp", "tp"))

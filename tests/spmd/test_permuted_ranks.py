@@ -65,6 +65,7 @@ def test_every_pair_of_placements(ids, mesh_shape, shape):
     run_on_ranks(4, _every_pair, ids, mesh_shape, shape, timeout=250)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_marks_on_two_hosts_whose_ranks_alternate():
     hosts = [{"name": str(rank), "slice_index": 1 - rank % 2} for rank in range(4)]

@@ -52,7 +52,9 @@ def with_fault(steps, index):
     return (*steps[:index], dataclasses.replace(steps[index], run=raises), *steps[index + 1 :])
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "PLAN" else []) for name in STAGES]
+)
 @on_ranks(2)
 def test_a_fault_in_each_step(name):
     module = STAGES[name]

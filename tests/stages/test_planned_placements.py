@@ -168,7 +168,18 @@ PROGRAMS = {
     "redistributes in checkpointed regions": (lambda: Checkpointed(), sums_rows_of_both, (8, 16), Replicate()),
 }
 #: Programs whose parts are in others, too: `make test-slow` places them.
-LIKE_OTHERS = ("replicated", "rows", "looks up", "uneven rows", "fewer rows than ranks", "redistributes a sum")
+LIKE_OTHERS = (
+    "replicated",
+    "rows",
+    "attention",
+    "looks up",
+    "uneven rows",
+    "fewer rows than ranks",
+    "uneven columns and rows",
+    "uneven table",
+    "redistributes a sum",
+    "redistributes in checkpointed regions",
+)
 
 
 class Attention(nn.Module):
@@ -305,7 +316,8 @@ def test_many_placements_give_the_same_numbers(name):
     run_on_ranks(2, any_placements, name, (2,), range(2, 10), timeout=280)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((3,), marks=slow), (2, 2)], ids=str)
+@slow
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
 def test_any_placements_of_uneven_tensors_on_more_ranks(mesh):
     run_on_ranks(math.prod(mesh), any_placements, "uneven columns and rows", mesh, range(2))
 
@@ -377,6 +389,7 @@ def left_to_reduce(grad):
     return sum(2 * (n - 1) / n * grad.to_local().nbytes for n in sizes)
 
 
+@slow
 @on_ranks(2)
 def test_weights_of_columns_and_rows_alone_are_enough():
     sends_less(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), 1)
@@ -389,7 +402,14 @@ def test_a_llama_over_two_mesh_dims():
 
 
 @pytest.mark.parametrize(
-    "loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"]
+    "loss",
+    [
+        "mse_loss",
+        *(
+            pytest.param(loss, marks=slow)
+            for loss in ("smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+        ),
+    ],
 )
 def test_gradients_of_means_are_those_of_the_whole(loss):
     gradient_of_a_mean(loss)
@@ -420,6 +440,7 @@ def gradient_of_a_mean(name):
     assert any(f"{name}_backward: the gradient of the mean over the whole tensor" in reason for reason in reasons)
 
 
+@slow
 @on_ranks(2)
 def test_without_a_topology_costs_are_those_of_the_assumed_cluster():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -458,11 +479,16 @@ def test_a_program_without_dtensors_keeps_what_it_has():
     assert decision.left_alone and decision.reason.startswith("placements are DTensor's own")
 
 
+@slow
 @pytest.mark.parametrize(
     "name",
     [
         "columns and rows",
-        *(pytest.param(name, marks=slow) for name in ("rows", "attention", "looks up", "written to", "uneven rows")),
+        "rows",
+        "attention",
+        "looks up",
+        "written to",
+        "uneven rows",
     ],
 )
 def test_any_placements_with_symbolic_sizes_give_the_same_numbers(name):
@@ -493,7 +519,8 @@ def any_placements_of_any_sizes(name):
         assert len(reasons) <= 2  # one for even shards, and one for others
 
 
-@pytest.mark.parametrize("rows", [pytest.param((8, 16), marks=slow), pytest.param((7,), marks=slow), (7, 9)], ids=str)
+@slow
+@pytest.mark.parametrize("rows", [(8, 16), (7,), (7, 9)], ids=str)
 def test_other_sizes_and_backward_twice(rows):
     run_on_ranks(2, several_sizes_backward_twice, rows)
 
@@ -521,6 +548,7 @@ def several_sizes_backward_twice(rows):
     assert len(planned) == len(rows) and not any(d.left_alone for d in planned), planned
 
 
+@slow
 @on_ranks(2)
 def test_forecasts_decide_where_estimates_are_close():
     """A bad plan that seems fast is not taken; a good one is, and nothing of the forecasts is left in the report."""
@@ -551,6 +579,7 @@ def test_forecasts_decide_where_estimates_are_close():
     assert len(recording.graphs) == sent["own"][1]
 
 
+@slow
 @on_ranks(4)
 def test_ranks_whose_forecasts_would_differ_go_by_the_estimate():
     """With three ranks a host, one group of two is inside of a host, and the other one is not."""
@@ -567,6 +596,7 @@ def test_ranks_whose_forecasts_would_differ_go_by_the_estimate():
         assert ("by forecast" in reason) is by_forecast is ("not forecast" not in reason), reason
 
 
+@slow
 @on_ranks(4)
 def test_tensor_parallelism_beside_fully_shard_is_placed():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -591,6 +621,7 @@ def test_tensor_parallelism_beside_fully_shard_is_placed():
         assert decision.reason.startswith("placements for") and not decision.left_alone
 
 
+@slow
 @on_ranks(4)
 def test_each_mesh_of_a_program_is_placed():
     """Both halves together in the backward pass; a mesh that cannot be placed does not keep the other from it."""

@@ -60,6 +60,7 @@ def both(model, make, runs=2, **options):
     return compare_values("step", *results)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_layouts_have_the_numbers_of_eager():
     mesh = make_mesh((2,), ("dp",))
@@ -72,7 +73,8 @@ def test_layouts_have_the_numbers_of_eager():
         assert graphs.called == [1, 3 if layout in LAYOUTS[1:3] else 1], (layout, graphs.called)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_of_a_bucket_are_those_of_blocks_one_by_one(dtype):
     run_on_ranks(2, gradients_of_buckets, dtype)
 
@@ -98,6 +100,7 @@ def gradients_of_buckets(dtype):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_are_told_of_the_collectives_of_every_call():
     noted = {}
@@ -303,7 +306,8 @@ def test_what_changes_the_state_of_torch_and_what_does_not():
     assert "changes the state of torch around them" in about[1]
 
 
-@pytest.mark.parametrize("layout", [tensor_parallel, pytest.param(LAYOUTS[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [tensor_parallel, LAYOUTS[1]])
 def test_a_recording_of_compiled_kernels(layout):
     recording_of_kernels(layout)
 

@@ -66,6 +66,7 @@ def test_bytes_are_counted_and_held_to_the_rate(available, capfd):
     assert spaces() == []
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_others(available):
     began = time.monotonic()
     script = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"

@@ -111,7 +111,7 @@ def assert_same(build, width, backends=(BACKEND,), computed_in=None, **about):
 
 @pytest.mark.parametrize(
     "name",
-    ["nested uneven", "in a list", *(pytest.param(name, marks=pytest.mark.slow) for name in ("per block", "mixed"))],
+    ["nested uneven", *(pytest.param(name, marks=pytest.mark.slow) for name in ("in a list", "per block", "mixed"))],
 )
 @on_ranks(2)
 def test_accumulates_as_eager(name):
@@ -130,9 +130,8 @@ def test_accumulates_as_eager_under_a_root_whose_hooks_run_in_eager(name):
     assert_same(*BUILD[name], compiled=compiled)
 
 
-@pytest.mark.parametrize(
-    "name", ["two dims", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "nested uneven"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two dims", "hybrid", "nested uneven"])
 @on_ranks(4)
 def test_accumulates_as_eager_on_four_ranks(name):
     assert_same(*BUILD[name])
@@ -143,7 +142,8 @@ def test_accumulates_as_eager_on_four_ranks(name):
 IN_STAGES = (False, SHARDS, True, SHARDS, SHARDS, True, True)
 
 
-@pytest.mark.parametrize("name", [pytest.param("hybrid", marks=pytest.mark.slow), "hybrid uneven"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hybrid", "hybrid uneven"])
 @on_ranks(4)
 def test_shards_wait_for_replicas(name):
     assert_same(*BUILD[name], sync=IN_STAGES)
@@ -152,6 +152,7 @@ def test_shards_wait_for_replicas(name):
     assert counters.graphs() == 2
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_replicated_gradients_wait():
     assert_same(*BUILD["replicated"], sync=IN_STAGES)
@@ -180,12 +181,11 @@ def test_through_inductor():
     assert_same(mixed, 6, ("dtensor",), torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "name", ["per block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixed", "in a list"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["per block", "mixed", "in a list"])
 @pytest.mark.parametrize(
     "backends",
-    [(BACKEND, None), pytest.param((None, BACKEND), marks=pytest.mark.slow)],
+    [(BACKEND, None), (None, BACKEND)],
     ids=["compiled first", "eager first"],
 )
 @on_ranks(2)
@@ -218,6 +218,7 @@ def test_microbatches_that_hold_their_gradients_reduce_nothing():
     assert kinds == {"all_gather"}
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_held_gradients_are_reduced_in_as_many_collectives_as_others():
     def reductions(sync):
@@ -228,7 +229,8 @@ def test_held_gradients_are_reduced_in_as_many_collectives_as_others():
     assert 0 < reductions((False, True)) == reductions((True,))
 
 
-@pytest.mark.parametrize("name", ["per block", pytest.param("in a list", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["per block", "in a list"])
 @on_ranks(2)
 def test_evaluation_and_forwards_without_a_backward_in_between(name):
     def between(model, call):
@@ -240,7 +242,8 @@ def test_evaluation_and_forwards_without_a_backward_in_between(name):
     assert_same(*BUILD[name], between=between)
 
 
-@pytest.mark.parametrize("name", [pytest.param("per block", marks=pytest.mark.slow), "in a list"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["per block", "in a list"])
 @on_ranks(2)
 def test_eager_forwards_in_between_leave_whole_parameters(name):
     def between(model, call):
@@ -296,6 +299,7 @@ def test_two_forwards_before_the_backward():
     assert_same_gradients(program)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_models_share_code_and_no_gradients():
     def program(wrap):
@@ -351,6 +355,7 @@ def test_shards_of_parameters_that_not_every_microbatch_uses():
         assert compare_values("gradients", results[0], other) == []
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_setting_that_changes_in_the_region_breaks_the_graph():
     steps = []

@@ -231,7 +231,7 @@ def test_a_size_that_only_the_data_decides_in_kernels_of_inductor():
 
 
 @pytest.mark.parametrize("before, after", [
-    ([Replicate(), Replicate()], [Shard(0), Shard(0)]),
+    pytest.param([Replicate(), Replicate()], [Shard(0), Shard(0)], marks=pytest.mark.slow),
     pytest.param([Shard(0), Shard(0)], [Shard(0), Replicate()], marks=pytest.mark.slow),
     ([Shard(0), Shard(0)], [Shard(1), Shard(0)]),
     pytest.param([Shard(0), Replicate()], [Replicate(), Shard(0)], marks=pytest.mark.slow),

@@ -125,6 +125,7 @@ def test_nested_uneven_and_empty_shards():
     assert_same(nested, steps=2)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_reshard_to_fewer_ranks():
     assert_same(lambda: per_block(reshard_after_forward=2), width=6, steps=2)
@@ -262,6 +263,7 @@ class Tied(nn.Module):
         return self.second(F.relu(self.first(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(minor_release(torch.__version__) == "2.11", reason="Dynamo of 2.11 does not inline them")
 @on_ranks(2)
 def test_blocks_that_torch_compile_wrapped_before():
@@ -417,7 +419,7 @@ def train_step(model, optimizer, inside):
     return step
 
 
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@pytest.mark.parametrize("wrap", [pytest.param("fsdp", marks=pytest.mark.slow), "ddp"])
 @on_ranks(2)
 def test_whole_train_step(wrap):
     losses, models = [], []
@@ -453,6 +455,7 @@ def test_clipping_and_optimizer_outside():
     assert not compare_values("parameters", *results)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradients_left_unreduced_run_in_eager():
     def call(model):
@@ -638,6 +641,7 @@ def test_reducer_and_backward_inside_the_region_break():
     assert code_in(str(error.value)) == "data-parallel-setting"
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_accumulation_in_one_region_is_right_in_pieces():
     def build():
@@ -727,6 +731,7 @@ def test_what_one_fully_shard_wraps_is_gathered_and_reduced_as_one(reshard, gath
     assert len(sent) == gathers + 2 and not removed
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_modules_wrapped_in_one_list_are_gathered_as_one():
     def build():
@@ -741,6 +746,7 @@ def test_modules_wrapped_in_one_list_are_gathered_as_one():
     assert_same(build, width=6)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_module_that_is_called_twice_is_gathered_twice():
     def build():
@@ -756,6 +762,7 @@ def test_a_module_that_is_called_twice_is_gathered_twice():
     assert_same(build, call=twice, width=6)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_replicas_of_shards_reduce_as_one_over_each_mesh_dim():
     sent, _ = sent_by(lambda: per_block(make_mesh((2, 2), ("replicas", "shards"))))

@@ -112,6 +112,7 @@ def test_numbers_and_gradients_are_those_of_eager(case):
     assert_same(case)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_accumulation():
     assert_same("sharded", held=(0, 1))

@@ -144,6 +144,7 @@ def batch():
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_graph_and_the_numbers_are_those_of_a_trace_of_each():
     mesh = make_mesh((2,), ("dp",))
@@ -235,6 +236,7 @@ MUTATIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_block_that_differs_is_traced_by_itself():
     for seed, mutate in enumerate(MUTATIONS):
@@ -455,6 +457,7 @@ def differentiate(program, blocks):
     assert not compare_values(program.__name__, *results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", ["traced", "once"])
 def test_batches_of_several_sizes(blocks):
     several_sizes(blocks)

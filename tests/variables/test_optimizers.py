@@ -114,6 +114,7 @@ def test_step_alone_with_gradients_from_outside():
     follows_eager(make, graphs=1)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_a_step_sets_on_the_optimizer_stays():
     def make(model):
@@ -132,6 +133,7 @@ def test_what_a_step_sets_on_the_optimizer_stays():
     assert [optimizer.steps_so_far for optimizer in made] == [4, 4]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_scheduler_in_the_region():
     def make(model):
@@ -163,7 +165,8 @@ def test_groups_of_parameters_and_a_frozen_one():
     follows_eager(make)
 
 
-@pytest.mark.parametrize("kind", ["sgd with momentum", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sgd with momentum", "adamw"])
 @on_ranks(2)
 def test_two_steps_in_one_region_the_first_makes_the_state(kind):
     def make(model):
@@ -174,6 +177,7 @@ def test_two_steps_in_one_region_the_first_makes_the_state(kind):
     follows_eager(make)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradients_accumulate_clip_and_become_zero():
     def make(model):
@@ -258,6 +262,7 @@ def test_optimizer_of_the_users_own():
     follows_eager(make)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_state_that_is_loaded_again():
     def make(model):
@@ -285,9 +290,8 @@ def test_gradient_of_an_intermediate_and_hooks_on_it():
     follows_eager(make)
 
 
-@pytest.mark.parametrize(
-    "kind", ["register_hook", pytest.param("register_post_accumulate_grad_hook", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @on_ranks(2)
 def test_hooks_of_parameters_break_the_graph_and_are_not_lost(kind):
     def make(model):
@@ -303,6 +307,7 @@ def test_hooks_of_parameters_break_the_graph_and_are_not_lost(kind):
     follows_eager(make, graphs=None, fullgraph=False, wanted_breaks=1)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_hook_registered_later_is_not_lost():
     model = tp_mlp()
@@ -317,6 +322,7 @@ def test_a_hook_registered_later_is_not_lost():
     assert seen == [1]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_hooks_of_parameters_that_another_backend_marked_are_not_lost():
     """Dynamo makes attributes of the graph of parameters whose optimizer another backend has compiled a step of."""
@@ -351,9 +357,8 @@ SCHEDULED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULED)
 @on_ranks(2)
 def test_a_learning_rate_that_changes_each_step_compiles_once_more(name):
     """The first graph has the number in it, the second takes it as an input."""

@@ -139,6 +139,7 @@ def check(program, backend="dtensor_aten"):
     assert counters.graphs() <= 2 or program in BREAK  # one for every batch size at most
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_values_and_states_equal_eagers():
     for program in PROGRAMS:

@@ -277,6 +277,7 @@ def _run(script):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_no_attribute_of_torch_differs_after_a_step_through_our_backend():
     compared, differing = _run(_ATTRIBUTES)
     assert compared > 10_000

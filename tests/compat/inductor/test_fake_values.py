@@ -87,6 +87,7 @@ def test_steps_leave_values_as_operators_make_them(layout, blocks, monkeypatch):
     assert not any(seen), seen
 
 
+@pytest.mark.slow
 def test_inductor_computes_the_values_of_what_it_changed_alone(monkeypatch):
     updated, written, stock = [], [], FakeTensorUpdater.incremental_update
 
