@@ -89,6 +89,7 @@ def test_a_program_without_anything_distributed_needs_no_process_group():
     assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
 
 
+@pytest.mark.slow
 def test_threads_that_ask_for_the_backend_at_once():
     result = _alone("""
         import threading, torch, torch._dynamo

@@ -72,6 +72,7 @@ def batch_and_weight(mesh, rows):
     )
 
 
+@pytest.mark.slow
 def test_a_graph_whose_global_sizes_follow_from_local_ones_is_found_again():
     # Of such sizes the graph gets `2*s3` as an input, and `s3` by the local tensor alone.
     def run(*batches):

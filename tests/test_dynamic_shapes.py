@@ -65,6 +65,7 @@ def test_a_result_that_is_a_view_of_an_input_when_the_batch_changes():
         torch.testing.assert_close(x.grad.to_local(), 2 * x.detach().to_local() + 1)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_is_gathered_meets_a_tensor_made_of_the_global_size():
     mesh = make_mesh((2,), ("tp",))

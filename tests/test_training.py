@@ -180,6 +180,7 @@ def test_row_wise_embedding():
     assert_parity(model, [torch.randint(10, (3, 4))], loss=square)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_second_batch_size_compiles_at_most_once_more_and_a_third_not_at_all():
     model = tp_mlp()

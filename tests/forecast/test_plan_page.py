@@ -110,6 +110,7 @@ def test_memory_and_streams_are_drawn(plan, files, tmp_path):
     assert areas == len(kinds) and streams == len(plan.timeline.streams)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_click_shows_the_plan(plan, tmp_path):
     shown = "[...document.querySelectorAll('section')].filter(s => !s.hidden).map(s => s.id).join(' ')"

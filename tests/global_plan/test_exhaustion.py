@@ -162,6 +162,7 @@ def check_within_budgets(model) -> None:
         assert choice.seconds <= best * (1 + WITHIN_A_BUDGET)
 
 
+@pytest.mark.slow
 def test_a_small_program_within_a_budget(mesh):
     check_within_budgets(model_of(mesh, 1, 4, True))
 

@@ -158,14 +158,8 @@ def compiled(name, config=TINY, **kwargs):
     return device
 
 
-#: Those that `make test` compiles; of the others `make test-slow` does, and test_order.py another one.
-QUICK = ("DDP: plain",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in configurations.CONFIGURATIONS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
 def test_each_configuration_compiles_to_two_graphs(name):
     forward, backward = compiled(name).graphs
     assert (forward.direction, backward.direction) == ("forward", "backward")

@@ -111,11 +111,12 @@ def test_result_that_is_returned_is_a_tensor_of_its_own():
     rewritten(compose_redistributions, lambda x: (move(move(x, "S(0)", "R"), "R", "S(0)"),), local(2, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
         [[Replicate(), Replicate()], [Shard(0), Shard(1)]],
-        pytest.param([[Shard(1), Shard(0)], [Shard(0), Replicate()]], marks=pytest.mark.slow),
+        [[Shard(1), Shard(0)], [Shard(0), Replicate()]],
     ],
 )
 @on_ranks(4)

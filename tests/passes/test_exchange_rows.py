@@ -127,6 +127,7 @@ def _rows_travel(backend):
         )
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_step_through_inductor_in_bfloat16():
     tokens = tokens_of_this_rank(48, 3, 2)
@@ -178,7 +179,8 @@ def test_tables_over_other_mesh_dims_gather_indices_over_those():
     assert len(decisions) == 2 and text.count("S(0)R->RR)") == text.count("RS(0)->RR)") == 1, text
 
 
-@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", [True, False])
 def test_a_model_under_fully_shard(reshard):
     run_on_ranks(2, _fully_sharded, reshard)
 

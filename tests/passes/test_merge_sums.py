@@ -191,6 +191,7 @@ def test_projections_have_eagers_numbers():
     assert_projections(make_mesh((2,), ("tp",)), Replicate(), 3)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_projections_on_a_dim_of_a_2d_mesh_have_eagers_numbers():
     assert_projections(make_mesh((2, 2), ("dp", "tp"))["tp"], Shard(1), 2)

@@ -18,9 +18,9 @@ from tests.planner.test_search import price
 WORDS = ("R", "S(0)", "S(1)", "P(sum)")
 CASES = [
     ((4,), (8, 8), 16),
-    pytest.param((2, 4), (256, 64), 50, marks=pytest.mark.slow),
-    pytest.param((2, 4), (7, 300), 25, marks=pytest.mark.slow),
-    pytest.param((2, 2, 2), (64, 64), 20, marks=pytest.mark.slow),
+    ((2, 4), (256, 64), 50),
+    ((2, 4), (7, 300), 25),
+    ((2, 2, 2), (64, 64), 20),
 ]
 
 
@@ -64,6 +64,7 @@ def prices(mesh_shape, shape, pairs):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape, shape, most", CASES, ids=str)
 def test_no_more_bytes_than_either_planner(mesh_shape, shape, most):
     pairs = sample(len(mesh_shape), most)

@@ -67,7 +67,8 @@ def job():
         yield
 
 
-@pytest.mark.parametrize("compiled", [by_method, pytest.param(wrapped, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [by_method, wrapped])
 def test_a_graph_counts_as_often_as_it_runs(compiled):
     parts = explain(model(compiled, shard=False, tensor_parallel=True), stock=True)(torch.ones(4, DIM))
     whole = explain(model(lambda block: block, shard=False, tensor_parallel=True), stock=True)(torch.ones(4, DIM))

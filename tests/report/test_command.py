@@ -407,6 +407,7 @@ def test_the_tool_is_the_same_command(program, monkeypatch, capsys):
     assert ended.value.code == 2 and output.startswith("graph_break_report.py: there is no file 'nowhere.py'"), output
 
 
+@pytest.mark.slow
 def test_torch_logs_prints_decisions_as_they_are_made(program):
     code = textwrap.dedent(
         """

@@ -35,6 +35,7 @@ def test_what_does_not_fit_is_refused_by_the_schema():
         jsonschema.validate(data, schema())
 
 
+@pytest.mark.slow
 def test_pages_are_up_to_date():
     tool = [sys.executable, str(ROOT / "tools" / "docs.py"), "--check"]  # other tests add features to this process
     differing = subprocess.run(tool, capture_output=True, text=True, check=True).stdout.split()

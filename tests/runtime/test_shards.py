@@ -120,6 +120,7 @@ def test_hooks_and_uneven_shards():
     assert not (found := compare_values("gradients", gradients(eager), gradients(model))), found
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_parameters_in_other_shards():
     """As large a local tensor on one rank among them: rank 0 has three rows of five and of six."""

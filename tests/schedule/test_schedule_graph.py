@@ -267,12 +267,13 @@ def starts(layout_name, uneven, topology):
     return orders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, ranks, uneven, topology",
     [
         ("fsdp", 2, True, None),
-        pytest.param("tp", 2, False, None, marks=pytest.mark.slow),
-        pytest.param("2d", 4, False, "cpu-1gbit", marks=pytest.mark.slow),
+        ("tp", 2, False, None),
+        ("2d", 4, False, "cpu-1gbit"),
     ],
 )
 def test_a_step_is_bitwise_the_same_and_all_ranks_have_one_order_of_starts(layout, ranks, uneven, topology):

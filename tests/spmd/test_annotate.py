@@ -270,6 +270,7 @@ def _module(module, name, shape):
     compare(module, x)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_convolutions_run_on_shards_of_the_batch():
     """Gradients of the weights are all that is sent; a cut weight is gathered, and a decision tells the bytes."""

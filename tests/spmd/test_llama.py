@@ -106,6 +106,7 @@ def test_bytes_are_those_of_the_plan(count):
         assert sent(module, inputs) == planned
 
 
+@pytest.mark.slow
 def test_what_has_no_mark_follows_in_the_last_of_32_layers():
     with simulated_job(4, 0):
         module, inputs = build(LlamaConfig(layers=32)), data(LlamaConfig(layers=32))

@@ -69,6 +69,7 @@ def test_an_equal_model_with_an_optimizer(capsys):
     assert status == 0 and output.out.startswith("equal: ") and "3 calls on 2 ranks" in output.out
 
 
+@pytest.mark.slow
 def test_a_difference_is_reported_bisected_and_minified(capsys, tmp_path):
     script = tmp_path / "small.py"
     try:

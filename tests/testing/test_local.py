@@ -100,7 +100,8 @@ def test_a_generator_of_the_program_draws_the_same_on_each_rank_of_a_local_tenso
 # ---- steps ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [3, 4])
 @parity(mesh=(2, 2), names=("dp", "tp"), backend="dtensor_aten", optimizer=torch.optim.AdamW, local=True)
 def test_a_training_step_with_dropout(rows, mesh):
     model = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 6))

@@ -165,6 +165,7 @@ def test_eager_and_compiled_microbatches_of_shards_take_turns():
     assert_same(*BUILD["hybrid uneven"], sync=IN_STAGES, backends=(None, BACKEND))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_shards_that_wait_are_sent_over_shards_alone():
     with dtensor_compile.record() as recording:
@@ -285,6 +286,7 @@ def assert_same_gradients(program):
     assert compare_values("gradients", *results) == []
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_forwards_before_the_backward():
     def program(wrap):

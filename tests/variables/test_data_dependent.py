@@ -230,11 +230,12 @@ def test_a_size_that_only_the_data_decides_in_kernels_of_inductor():
     check_sizes(ONE_DIM["cut and multiplied"], make_mesh((2,), ("tp",)), "inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before, after", [
-    pytest.param([Replicate(), Replicate()], [Shard(0), Shard(0)], marks=pytest.mark.slow),
-    pytest.param([Shard(0), Shard(0)], [Shard(0), Replicate()], marks=pytest.mark.slow),
+    ([Replicate(), Replicate()], [Shard(0), Shard(0)]),
+    ([Shard(0), Shard(0)], [Shard(0), Replicate()]),
     ([Shard(0), Shard(0)], [Shard(1), Shard(0)]),
-    pytest.param([Shard(0), Replicate()], [Replicate(), Shard(0)], marks=pytest.mark.slow),
+    ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
 ])  # fmt: skip
 @on_ranks(4)
 def test_shards_of_shards_of_a_size_that_only_the_data_decides(before, after):

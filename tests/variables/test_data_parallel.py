@@ -153,6 +153,7 @@ def test_gradients_are_sharded_and_the_module_stays_sharded():
     assert all(isinstance(v, DTensor) for v in model.state_dict().values())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_second_call_does_not_recompile_and_new_batch_once():
     counters.reset()
@@ -339,6 +340,7 @@ def test_divisor_of_gradients():
     assert_same(build)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_and_eager_calls_mix():
     def mixed(model):

@@ -100,7 +100,7 @@ def assert_same(case, backend="dtensor_aten", computed_in=None, **kwargs):
         assert not differences, "\n".join(map(str, differences))
 
 
-#: Of the others `test_accumulation` has "sharded".
+#: What `make test` runs; `make test-slow` runs the others.
 QUICK = ("two dims shared as one",)
 
 
