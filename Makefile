@@ -47,7 +47,7 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
-# What make test leaves out: what takes ten seconds or more, of four ranks through Inductor and of jobs that share a cache, for instance.
+# What make test leaves out: what takes five seconds or more, and cases that have others like them (`mostly_slow` of tests/cases.py).
 # CATALOGUE=3/40: which part of the catalogue of programs runs with warm caches (programs 3, 43, ...; 0/1 are all, an hour or more).
 test-slow: export DTENSOR_COMPILE_CATALOGUE := $(CATALOGUE)
 test-slow: $(VENV)/.installed

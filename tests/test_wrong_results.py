@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import dtensor_compile
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 
 
 def full(*shape):
@@ -306,7 +307,9 @@ def views_at_an_end(x):
     return y.select(0, y.shape[0] - 1), y
 
 
-@pytest.mark.parametrize("program", [beside_its_view, two_views_of_what_was_gathered, views_at_an_end])
+@pytest.mark.parametrize(
+    "program", mostly_slow([beside_its_view, two_views_of_what_was_gathered, views_at_an_end], views_at_an_end)
+)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_view_of_another_result_that_was_redistributed_for_it(program, world):
     """Its values are not in the memory of that result: made anew from it, each rank would see rows of its own shard, or

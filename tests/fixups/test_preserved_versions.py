@@ -84,7 +84,7 @@ def made(placed, interior, value):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.slow), "dtensor_aten"])
-@pytest.mark.parametrize("placed", [False, True], ids=["tensor", "DTensor"])
+@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tensor", "DTensor"])
 @on_ranks(2)
 def test_a_preserved_version_is_eagers(placed, backend):
     for program in PROGRAMS:

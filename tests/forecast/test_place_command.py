@@ -55,6 +55,7 @@ def test_what_holds_the_memory_is_said(capsys):
     assert "what holds the memory" in out and "gradient and states" in out
 
 
+@pytest.mark.slow
 def test_another_plan_is_compared_by_name_and_by_file(capsys, tmp_path):
     saved = tmp_path / "plan.json"
     assert main(["place", HERE + "tokens", "--mesh", "dp=2,tp=2", "--json", str(saved)]) == 0

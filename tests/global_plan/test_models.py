@@ -14,7 +14,6 @@ from tests.global_plan.models import MODELS
 
 STEPS = 3
 #: Models of the fast suite.
-FEW = ("convolution",)
 
 
 def whole(x):
@@ -58,7 +57,8 @@ def in_half_the_memory(name, mesh):
     assert any(p.is_shard() for placements in plan.parameters.values() for p in placements)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_the_plain_one(name):
     on_two_ranks(name)
 

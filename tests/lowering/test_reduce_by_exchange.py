@@ -14,6 +14,7 @@ from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.schedule.bucket import bucket_collectives
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 from tests.schedule.test_bucket import SLOW
 from tests.schedule.test_schedule_graph import changed, reduced, traced
 
@@ -219,7 +220,10 @@ def shared(topology):
     return collectives
 
 
-@pytest.mark.parametrize("ranks, topology, exchanges", [(2, None, 1), (2, "cpu-1gbit", 1), (4, "cpu-1gbit", 1)])
+@pytest.mark.parametrize(
+    "ranks, topology, exchanges",
+    mostly_slow([(2, None, 1), (2, "cpu-1gbit", 1), (4, "cpu-1gbit", 1)], (2, "cpu-1gbit", 1)),
+)
 def test_gradients_of_fully_shard_are_exchanged(ranks, topology, exchanges):
     first, *others = run_on_ranks(ranks, shared, topology)
     assert all(other == first for other in others)

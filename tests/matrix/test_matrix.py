@@ -27,7 +27,8 @@ def test_a_sample(operator, mesh, which):
     assert not outcome.wrong and outcome.equal + outcome.refused == which and outcome.equal
 
 
-@pytest.mark.parametrize("number", [9, pytest.param(19, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [9, 19])
 def test_gradients_of_a_strided_shard_that_is_a_sum_are_placed_as_in_eager(number):
     """AOTAutograd took the strided shard of such a gradient for an order of shards, and the sum of two of them was
     replicated.
@@ -35,6 +36,7 @@ def test_gradients_of_a_strided_shard_that_is_a_sum_are_placed_as_in_eager(numbe
     assert check("flatten", (2, 2), [number]).equal == [number]
 
 
+@pytest.mark.slow
 def test_layouts_that_eager_has_not_met_before_are_found_while_tracing():
     """torch reads the size of a strided shard, which it looks at on the way, out of a tensor that has no values while
     tracing.

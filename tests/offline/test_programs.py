@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtensor_compile import offline
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import tensor_parallel
+from tests.cases import mostly_slow
 
 TOOL = pathlib.Path(__file__).parents[2] / "tools" / "bench" / "configurations.py"
 spec = importlib.util.spec_from_file_location("configurations", TOOL)
@@ -87,7 +88,7 @@ def test_a_module_of_dtensors_is_cast():
 # ---- wrappers in eager ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", configurations.NAMES)
+@pytest.mark.parametrize("name", mostly_slow(configurations.NAMES, *configurations.CONFIGURATIONS))
 def test_each_configuration_runs_in_eager(name):
     with offline.job(configurations.RANKS), offline.device("h100"):
         built = configurations.build(name, "cuda", TINY)
@@ -129,7 +130,12 @@ SHARDED, PLAIN = "fully_shard x tensor parallel: mixed precision", "DDP: plain"
 
 # torch has no sharding rule for fused SGD, on a GPU neither.
 @pytest.mark.parametrize(
-    "name, optimizer", [(n, o) for n in (SHARDED, PLAIN) for o in OPTIMIZERS if (n, o) != (SHARDED, "SGD fused")]
+    "name, optimizer",
+    mostly_slow(
+        [(n, o) for n in (SHARDED, PLAIN) for o in OPTIMIZERS if (n, o) != (SHARDED, "SGD fused")],
+        (SHARDED, "AdamW foreach"),
+        (PLAIN, "SGD fused"),
+    ),
 )
 def test_optimizers_step_in_eager_after_clipping(name, optimizer):
     with offline.job(configurations.RANKS), offline.device("h100"):
@@ -266,6 +272,7 @@ class Heads(nn.Module):
         return (self.linear(x).unflatten(-1, (-1, self.head)) * self.table[: x.size(0)].unsqueeze(1)).softmax(-1)
 
 
+@pytest.mark.slow
 def test_ints_and_buffers_of_sharded_modules_are_static_where_inputs_are_dynamic():
     with offline.job(8), offline.device("h100") as device:
         module = Heads().to("cuda")

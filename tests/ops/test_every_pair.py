@@ -18,6 +18,7 @@ from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.steps import legal_steps
 from dtensor_compile.planner.torch_greedy import torch_steps
 from dtensor_compile.topology.network import Network
+from tests.cases import mostly_slow
 from tests.ops.simulated import wrong_plans
 
 #: Share of the pairs that are tried.
@@ -55,13 +56,9 @@ MATRIX = [
 ]
 
 
-#: `make test-redistributions` runs all of them.
-SLOW = () if ALL else (MATRIX[4], MATRIX[8])
-
-
 @pytest.mark.parametrize(
     "mesh_shape, words, shapes",
-    [pytest.param(*case, marks=pytest.mark.slow) if case in SLOW else case for case in MATRIX],
+    MATRIX if ALL else mostly_slow(MATRIX, *MATRIX[:4]),
     ids=str,
 )
 def test_values_and_bytes(mesh_shape, words, shapes):

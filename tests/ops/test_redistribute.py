@@ -20,6 +20,7 @@ from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 
 
 def distinct(shape, dtype):
@@ -152,7 +153,7 @@ UNEVEN = [(8, 8), (5, 6, 3), (3, 4), (1, 5), (4, 1), (0, 4), (2, 0)]
 WORDS = ("R", "S(0)", "S(1)", "P(sum)", "P(max)")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", mostly_slow([2, 4], 2))
 def test_every_change_on_one_mesh_dim_for_even_uneven_and_empty_shards(world):
     assert_like_torch(world, (world,), (*WORDS, "S(2)"), UNEVEN, [torch.float32], ["contiguous"])
 
@@ -164,7 +165,7 @@ def test_locals_that_are_not_contiguous(world):
     )
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", mostly_slow([2, 4], 2))
 def test_other_dtypes(world):
     dtypes = [torch.bfloat16, torch.float64, torch.int64, torch.uint8]
     assert_like_torch(world, (world,), WORDS, [(8, 4), (5, 6)], dtypes, ["contiguous"])

@@ -147,6 +147,7 @@ SCALARS = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_dims_of_scalars():
     for name, of in SCALARS.items():

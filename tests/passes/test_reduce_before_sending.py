@@ -1,3 +1,4 @@
+import pytest
 import torch
 from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -93,6 +94,7 @@ def test_what_sends_nothing_stays():
     unchanged(reduce_before_sending, lambda x: (move(x, "R", "S(0)").sum(1),), local(4, 6))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_sums_of_uneven_shards_on_a_2d_mesh_have_eagers_numbers():
     mesh = make_mesh((2, 2), ("dp", "tp"))

@@ -49,6 +49,15 @@ CASES = [
     ((2, 4, 2), (7, 300), 4, sample(pairs(3), 300)),
 ]  # fmt: skip
 
+#: What `make test-slow` searches.
+SLOW = (
+    ((2, 2), (1, 4096)),
+    ((2, 2), (64, 32, 16)),
+    ((2, 2, 2), (64, 64)),
+    ((2, 2, 2), (4096, 4096, 8)),
+    ((2, 4, 2), (7, 300)),
+)
+
 
 def sent(kind, n, elements):
     """Elements that one rank sends in a collective of `n` ranks on an input of `elements` (ring algorithms)."""
@@ -136,7 +145,7 @@ def case_id(case):
 
 of_cases = pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case[0] == (2, 2, 2) else case for case in CASES],
+    [pytest.param(case, marks=pytest.mark.slow) if case[:2] in SLOW else case for case in CASES],
     ids=case_id,
 )
 

@@ -86,6 +86,7 @@ def test_a_graph_counts_as_often_as_it_runs(compiled):
     assert parts.ours.totals.by_phase[0].count >= BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiled",
     [

@@ -18,7 +18,8 @@ def job():
         yield
 
 
-@pytest.fixture(params=[pytest.param("native", marks=needs_native), "torch"])
+# `make test` runs both ways for guards (`tests/runtime/test_guards.py`), and C++ alone for the others.
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), pytest.param("torch", marks=pytest.mark.slow)])
 def mesh(request, job, monkeypatch):
     if request.param == "torch":
         for module in (fetch, guards, unwrap):

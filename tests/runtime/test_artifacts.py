@@ -115,7 +115,7 @@ def test_graphs_of_uneven_shards_are_those_of_the_rank():
     assert lowered(program, OPTIONS, 0) != lowered(program, OPTIONS, 3)
 
 
-@pytest.mark.parametrize("rows", [16, 18], ids=["even", "uneven"])
+@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 18], ids=["even", "uneven"])
 @pytest.mark.parametrize("program", [trained, sliced])
 def test_graphs_that_read_their_rank_have_eagers_numbers(program, rows):
     run_on_ranks(RANKS, numbers_of_eager, program, rows)

@@ -24,6 +24,7 @@ from dtensor_compile.runtime import look_out
 from dtensor_compile.runtime.collective_agreement import Announcement, Call
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import RankError, make_mesh, on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 from tests.stages import with_run
 
 
@@ -263,7 +264,9 @@ def quiet(seconds):
         yield messages
 
 
-@pytest.mark.parametrize("when", ["before it compiles", "while it compiles", "in eager"])
+@pytest.mark.parametrize(
+    "when", mostly_slow(["before it compiles", "while it compiles", "in eager"], "while it compiles")
+)
 @on_ranks(2, timeout=60)
 def test_a_rank_that_comes_late_is_no_alarm(when):
     rank, stock = dist.get_rank(), lower_redistributions
@@ -358,7 +361,7 @@ def test_a_rank_that_dies_is_named_with_the_error():
         run_on_ranks(2, dies_before_it_calls, timeout=60)
 
 
-@pytest.mark.parametrize("ends", ["the process", "the store"])
+@pytest.mark.parametrize("ends", mostly_slow(["the process", "the store"], "the process"))
 def test_the_thread_that_looks_out_ends_with(ends, tmp_path):
     look = "False" if ends == "the process" else "bool(client.check(['key']))"
     program = f"""

@@ -8,7 +8,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.observers.host_time import checks_of_guards
 from dtensor_compile.testing import make_mesh
+from tests.runtime import needs_native
 
+pytestmark = pytest.mark.parametrize("mesh", [pytest.param("native", marks=needs_native), "torch"], indirect=True)
 LOCAL = torch.arange(1.0, 9.0).reshape(4, 2)
 
 

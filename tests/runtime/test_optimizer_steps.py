@@ -14,6 +14,7 @@ from dtensor_compile.compat.dynamo import counters, guards
 from dtensor_compile.native.loader import READS, native
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.cases import mostly_slow
 from tests.runtime import needs_native
 
 MAKE = {
@@ -28,14 +29,7 @@ def dtensor(mesh, value, size=4):
     return DTensor.from_local(torch.full((size,), value), mesh, [Shard(0)], run_check=False)
 
 
-#: Those that `make test` runs through C++ alone.
-NATIVE = pytest.mark.parametrize(
-    "mesh", [pytest.param("native", marks=needs_native), pytest.param("torch", marks=pytest.mark.slow)], indirect=True
-)
-
-of_each_kind = pytest.mark.parametrize(
-    "name", [name if name in ("sgd", "adamw fused") else pytest.param(name, marks=pytest.mark.slow) for name in MAKE]
-)
+of_each_kind = pytest.mark.parametrize("name", mostly_slow(MAKE, "sgd", "adamw fused"))
 
 
 class Job:
@@ -85,12 +79,10 @@ def test_state_is_loaded_in_another_order(mesh, name):
 
 
 @of_each_kind
-@NATIVE
 def test_parameters_in_another_order(mesh, name):
     follows_eager(mesh, MAKE[name], lambda job: job.optimizer.param_groups[0]["params"].reverse())
 
 
-@NATIVE
 def test_the_first_parameter_gets_its_state_last(mesh):
     def late(job):
         job.optimizer = job.make(job.parameters)
@@ -99,7 +91,6 @@ def test_the_first_parameter_gets_its_state_last(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], late)
 
 
-@NATIVE
 def test_state_of_one_parameter_goes(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state.pop(job.parameters[1]))
 
@@ -112,7 +103,6 @@ def test_state_in_other_tensors(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], renew)
 
 
-@NATIVE
 def test_a_parameter_is_replaced(mesh):
     def replace(job):
         job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0))
@@ -121,7 +111,6 @@ def test_a_parameter_is_replaced(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], replace)
 
 
-@NATIVE
 def test_a_parameter_of_another_size_takes_the_place_of_one(mesh):
     def replace(job):
         job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0, size=6))
@@ -140,7 +129,6 @@ def test_two_states_in_one_memory(mesh):
     follows_eager(mesh, MAKE["sgd"], share)
 
 
-@NATIVE
 def test_gradients_that_are_placed_otherwise(mesh):
     def gather(job):
         for parameter in job.parameters:
@@ -180,7 +168,6 @@ def test_steps_are_counted_from_another_number(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], jump)
 
 
-@NATIVE
 def test_a_group_is_added(mesh):
     def add(job):
         job.parameters.append(nn.Parameter(dtensor(mesh, 7.0)))
@@ -189,7 +176,6 @@ def test_a_group_is_added(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], add)
 
 
-@NATIVE
 def test_state_that_is_placed_otherwise(mesh):
     def gather(job):
         entry = job.optimizer.state[job.parameters[1]]
@@ -219,7 +205,6 @@ def test_state_that_is_no_dtensor_any_more(mesh):
             job.steps()
 
 
-@NATIVE
 def test_state_of_one_parameter_is_empty(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state[job.parameters[1]].clear())
 
@@ -260,10 +245,6 @@ MAKE_SCALED = MAKE | {
 }
 
 
-#: Of each there is another one of its kind.
-SIMILAR = ("adam", "adamw foreach", "sgd nesterov", "sgd damped", "adamw maximize")
-
-
 def scaler_follows_eager(*args, **arguments):
     mine, theirs = (scaled(args[0], args[1], compiled, *args[2:], **arguments) for compiled in (True, False))
     for (_, states, *_), (_, expected, *_) in zip(mine, theirs):
@@ -278,10 +259,9 @@ def scaler_follows_eager(*args, **arguments):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in MAKE_SCALED]
+    "name", mostly_slow(MAKE_SCALED, "sgd", "sgd without state", "adamw fused", "amsgrad", "adagrad")
 )
 @pytest.mark.parametrize("infinite", [pytest.param("-++--+-", marks=pytest.mark.slow), "+-++-"])
-@NATIVE
 def test_scaler_leaves_steps_out(mesh, name, infinite):
     scaler_follows_eager(mesh, MAKE_SCALED[name], [sign == "+" for sign in infinite])
 
@@ -299,7 +279,6 @@ def test_scaled_step_is_one_graph(mesh, name):
     assert counters.graphs() == 1
 
 
-@NATIVE
 def test_scaled_step_with_a_hook_is_left_out_too(mesh):
     """Its hook does not run: such a step stays with eager's branch."""
     seen = []
@@ -314,7 +293,6 @@ def test_scaled_step_with_a_hook_is_left_out_too(mesh):
 
 
 @pytest.mark.slow
-@NATIVE
 def test_learning_rate_of_a_scaled_step_follows_a_scheduler(mesh):
     schedulers = {}
 

@@ -80,7 +80,7 @@ def name_that_changes_on_rank_1(fullgraph, shape, calls=8):
     return worst
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_a_rank_that_reaches_the_recompile_limit_alone_is_an_error_on_every_rank(shape):
     """Eager sends one mesh dim after the other, and in another order than the graph of the other ranks."""
     outcomes = run_job(2 * shape[-1] if shape[1:] else 2, name_that_changes_on_rank_1, False, shape)

@@ -11,6 +11,7 @@ from dtensor_compile.compat.dynamo.observers.host_time import checks_of_guards
 from dtensor_compile.native.loader import native
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.cases import mostly_slow
 from tests.runtime import needs_native
 
 pytestmark = needs_native
@@ -69,7 +70,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "uneven"))
 @on_ranks(2)
 def test_shards_on_two_ranks(name):
     shape, placements, size = LAYOUTS[name]
@@ -83,9 +84,7 @@ LARGER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "2x1x2" else name for name in LARGER]
-)
+@pytest.mark.parametrize("name", mostly_slow(LARGER, "four, one without a row"))
 @on_ranks(4)
 def test_shards_on_four_ranks(name):
     shape, placements, size = LARGER[name]

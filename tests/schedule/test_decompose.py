@@ -19,6 +19,7 @@ from dtensor_compile.schedule.decompose import decompose_matmuls
 from dtensor_compile.schedule.fuse_matmuls import fuse_matmuls
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import Cluster, Device, Link
+from tests.cases import mostly_slow
 
 aten = torch.ops.aten
 R, K, N = 8, 4, 6
@@ -213,7 +214,9 @@ def step(kernels, rows, kind="decompose_matmuls"):
     return [d.after for d in recording.decisions if d.kind == kind and d.before != d.after]
 
 
-@pytest.mark.parametrize("kernels, ranks", [("aten", 2), ("aten", 3), ("inductor", 2)])
+@pytest.mark.parametrize(
+    "kernels, ranks", mostly_slow([("aten", 2), ("aten", 3), ("inductor", 2)], ("aten", 2), ("aten", 3))
+)
 def test_numbers(kernels, ranks):
     found = run_on_ranks(ranks, step, kernels, 8 * ranks)
     assert all(other == found[0] for other in found) and len(found[0]) >= 2

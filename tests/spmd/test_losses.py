@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from dtensor_compile import record
 from dtensor_compile.spmd import Mesh, mark_sharding
 from dtensor_compile.testing import on_ranks
+from tests.cases import mostly_slow
 
 TARGETS = torch.tensor([0, 1, 2, 3, -100, -100, 4, -100])
 LOSSES = {
@@ -24,13 +25,7 @@ LOSSES = {
 }
 
 
-#: Another one has the same in it.
-SIMILAR = ("a module", "smoothed", "of weighted classes")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in LOSSES]
-)
+@pytest.mark.parametrize("name", mostly_slow(LOSSES, *LOSSES.keys() - {"a module", "smoothed", "of weighted classes"}))
 @on_ranks(2)
 def test_values_and_gradients(name):
     mesh = Mesh(range(2), (2,), ("data",))
@@ -52,7 +47,7 @@ def test_values_and_gradients(name):
 
 
 @pytest.mark.parametrize("kernels", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", [7, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", mostly_slow([7, 3, 8], 3))
 @pytest.mark.parametrize("targets", ["none counts on the last ranks", "none counts"])
 @on_ranks(4)
 def test_uneven_batches_and_cut_classes(targets, rows, kernels):

@@ -377,6 +377,7 @@ def test_regions():
 # ---- the barrier ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_barrier_keeps_numbers_and_stands_in_the_backward():
     from dtensor_compile.testing import captured_graph

@@ -17,6 +17,7 @@ from dtensor_compile.spmd import Mesh, manual_region, mark_sharding, shard_modul
 from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from dtensor_compile.spmd.partition_spec import placements_to_axes
 from dtensor_compile.testing import on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 from tests.spmd.test_annotate import Mlp, compare
 
 MESHES = [
@@ -57,10 +58,7 @@ def _every_pair(ids, mesh_shape, shape):
                 assert torch.equal(ours, here), (source, target)
 
 
-@pytest.mark.parametrize(
-    "ids, mesh_shape, shape",
-    [pytest.param(*case, marks=pytest.mark.slow) if case is MESHES[1] else case for case in MESHES],
-)
+@pytest.mark.parametrize("ids, mesh_shape, shape", mostly_slow(MESHES, MESHES[0], MESHES[3]))
 def test_every_pair_of_placements(ids, mesh_shape, shape):
     run_on_ranks(4, _every_pair, ids, mesh_shape, shape, timeout=250)
 

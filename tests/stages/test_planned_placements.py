@@ -34,6 +34,7 @@ from dtensor_compile.stages import planned_placements
 from dtensor_compile.testing import on_ranks, run_on_ranks
 from dtensor_compile.topology.devices import default_cluster
 from dtensor_compile.topology.links import CLUSTERS
+from tests.cases import mostly_slow
 
 KIND = "global_plan"
 slow = pytest.mark.slow
@@ -167,19 +168,6 @@ PROGRAMS = {
     "redistributes a sum": (lambda: RedistributesASum(), sums_rows, (8, 16), Replicate()),
     "redistributes in checkpointed regions": (lambda: Checkpointed(), sums_rows_of_both, (8, 16), Replicate()),
 }
-#: Programs whose parts are in others, too: `make test-slow` places them.
-LIKE_OTHERS = (
-    "replicated",
-    "rows",
-    "attention",
-    "looks up",
-    "uneven rows",
-    "fewer rows than ranks",
-    "uneven columns and rows",
-    "uneven table",
-    "redistributes a sum",
-    "redistributes in checkpointed regions",
-)
 
 
 class Attention(nn.Module):
@@ -305,7 +293,12 @@ class RedistributesASum(nn.Module):
         return self.up(y).tanh().sum(-1, keepdim=True) + (y @ self.weight).tanh() + x
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) if name in LIKE_OTHERS else name for name in PROGRAMS])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        PROGRAMS, "columns and rows", "written to", "written through views", "mixes plain tensors", "redistributes"
+    ),
+)
 def test_any_placements_give_the_same_numbers(name):
     run_on_ranks(2, any_placements, name, (2,), range(2))
 

@@ -17,6 +17,7 @@ from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.testing.compare_values import compare_values
+from tests.cases import mostly_slow
 from tests.variables.test_equal_blocks import DIM, LAYOUTS, NOT_HERE, Block, Model, batch, step, tensor_parallel
 
 pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=f"torch {NOT_HERE}")
@@ -134,7 +135,7 @@ def recorded(layout, backend, blocks, mesh):
 
 @pytest.mark.parametrize(
     "layout",
-    [layout if layout is tensor_parallel else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS],
+    mostly_slow(LAYOUTS, tensor_parallel),
 )
 def test_a_recording_is_that_of_every_block(layout):
     recording_of_every_block(layout)

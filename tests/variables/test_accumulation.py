@@ -119,9 +119,8 @@ def test_accumulates_as_eager(name):
     assert counters.graphs() == 3  # with held gradients, without, and holding them
 
 
-@pytest.mark.parametrize(
-    "name", ["nested uneven", *(pytest.param(name, marks=pytest.mark.slow) for name in ("per block", "mixed"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nested uneven", "per block", "mixed"])
 @on_ranks(2)
 def test_accumulates_as_eager_under_a_root_whose_hooks_run_in_eager(name):
     def compiled(model, backend):  # torch calls hooks of the module that it is given outside of the graph
@@ -254,6 +253,7 @@ def test_eager_forwards_in_between_leave_whole_parameters(name):
     assert_same(*BUILD[name], between=between)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_shards_that_eager_reduces_are_kept_no_longer():
     """Compiled code makes the flat tensor of shards, and eager adds it to its own."""

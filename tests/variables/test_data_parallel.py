@@ -24,6 +24,7 @@ from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
+from tests.cases import mostly_slow
 
 BACKEND = "dtensor_aten"
 #: 7 and 13 do not divide evenly over 2 or 4 ranks; the bias of 3 leaves one of 4 ranks without a shard.
@@ -114,7 +115,7 @@ def assert_same(
 # ---- fully_shard ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", mostly_slow([True, False], False))
 @on_ranks(2)
 def test_nested_uneven(reshard):
     assert_same(lambda: nested(reshard_after_forward=reshard))
@@ -719,7 +720,7 @@ def sent_by(build, width=6, topology=AS_WRAPPED, call=lambda model: lambda x: mo
     return [c.kind for c in recording.collectives], removed
 
 
-@pytest.mark.parametrize("reshard, gathers", [(True, 4), (False, 2)])
+@pytest.mark.parametrize("reshard, gathers", mostly_slow([(True, 4), (False, 2)], (True, 4)))
 @on_ranks(2)
 def test_what_one_fully_shard_wraps_is_gathered_and_reduced_as_one(reshard, gathers):
     def build():

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.cases import mostly_slow
 
 DataParallelMeshDims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
 pytestmark = pytest.mark.skipif(DataParallelMeshDims is None, reason="fully_shard has no dp_mesh_dims in this release")
@@ -100,13 +101,7 @@ def assert_same(case, backend="dtensor_aten", computed_in=None, **kwargs):
         assert not differences, "\n".join(map(str, differences))
 
 
-#: What `make test` runs; `make test-slow` runs the others.
-QUICK = ("two dims shared as one",)
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", mostly_slow(CASES, "two dims shared as one"))
 @on_ranks(4)
 def test_numbers_and_gradients_are_those_of_eager(case):
     assert_same(case)

@@ -22,6 +22,7 @@ from dtensor_compile.compat.dynamo.replay.node_copies import PLACE
 from dtensor_compile.compat.patches import FEATURES
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.cases import mostly_slow
 
 #: Dynamo before 2.13 has no checks of guards for another module.
 NOT_HERE = "; ".join(FEATURES["equal blocks traced once"].problems())
@@ -437,7 +438,7 @@ def of_function(model, x):
     return torch.func.grad(lambda x: model(x).square().sum())(x).sum()
 
 
-@pytest.mark.parametrize("blocks", ["each", "traced", "once"])
+@pytest.mark.parametrize("blocks", mostly_slow(["each", "traced", "once"], "once"))
 @pytest.mark.parametrize("program", [loss_and_backward, penalty, of_function])
 def test_a_program_that_differentiates_inside_of_the_region(program, blocks):
     differentiate(program, blocks)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from dtensor_compile.testing import on_ranks
+from tests.cases import mostly_slow
 
 
 def tokens(n, *, requires_grad=True):
@@ -103,15 +104,11 @@ def follows_eager(program, experts):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-SLOW = (top_two, all_to_the_first)
-
-
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(program, marks=pytest.mark.slow) if program in SLOW else program
-        for program in (in_place, there_and_back, top_two, all_to_the_first, one_hot_counts, by_mask)
-    ],
+    mostly_slow(
+        (in_place, there_and_back, top_two, all_to_the_first, one_hot_counts, by_mask), there_and_back, one_hot_counts
+    ),
 )
 @on_ranks(2)
 def test_one_graph(program):

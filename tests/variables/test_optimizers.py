@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.cases import mostly_slow
 
 
 class MLP(nn.Module):
@@ -80,13 +81,7 @@ OPTIMIZERS = {
 }
 
 
-#: Those whose whole step is compiled in `make test`; of the others `make test-slow` compiles it.
-WHOLE = ("adamw",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", mostly_slow(OPTIMIZERS, "adamw"))
 @on_ranks(2)
 def test_whole_train_step(name):
     def make(model):
@@ -196,6 +191,7 @@ def test_gradients_accumulate_clip_and_become_zero():
     follows_eager(make)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_closure():
     def make(model):
@@ -215,6 +211,7 @@ def test_closure():
     follows_eager(make)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_hooks_before_and_after_a_step():
     counts = []
@@ -272,6 +269,7 @@ def test_state_that_is_loaded_again():
     follows_eager(make, between=lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradient_of_an_intermediate_and_hooks_on_it():
     def make(model):
