@@ -14,7 +14,8 @@ from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.recording.recorder import watch_graphs
-from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
+from dtensor_compile.testing import make_mesh, run_on_ranks
+from tests.lowering.graphs import text_after
 
 aten = torch.ops.aten
 
@@ -24,16 +25,9 @@ def gather(x, source="S(0)"):
 
 
 def after(function, size=None):
-    """Text of the graph afterwards, on a shard of two rows or one; the values stay."""
+    """On a shard of `size` rows, or of two rows or one."""
     make_mesh((2,))  # process groups are not made while a program is traced
-    x = torch.arange(4.0 * (size or 2 - dist.get_rank())).reshape(-1, 4)
-    gm = make_fx(function, tracing_mode="fake")(x)
-    wanted = gm(x.clone())
-    drop_copies(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
-    torch.testing.assert_close(gm(x.clone()), wanted, rtol=0, atol=0)
-    return graph_text(gm.graph)
+    return text_after(drop_copies, function, torch.arange(4.0 * (size or 2 - dist.get_rank())).reshape(-1, 4))
 
 
 def read_twice(x):

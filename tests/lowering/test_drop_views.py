@@ -4,26 +4,18 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.graph.rank_uniformity import sizes_differ
 from dtensor_compile.lowering.drop_views import drop_views
 from dtensor_compile.recording.recorder import watch_graphs
-from dtensor_compile.testing import graph_text, make_mesh, on_ranks
+from dtensor_compile.testing import make_mesh, on_ranks
+from tests.lowering.graphs import text_after
 
 aten = torch.ops.aten
 
 
 def after(function, x=None):
-    """Text of the graph afterwards; the values stay."""
-    x = torch.arange(12.0).reshape(3, 4) if x is None else x
-    gm = make_fx(function, tracing_mode="fake")(x)
-    wanted = gm(x.clone())
-    drop_views(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
-    torch.testing.assert_close(gm(x.clone()), wanted, rtol=0, atol=0)
-    return graph_text(gm.graph)
+    return text_after(drop_views, function, torch.arange(12.0).reshape(3, 4) if x is None else x)
 
 
 class Golden(TestCase):

@@ -5,6 +5,7 @@ call.
 import contextlib
 import io
 import logging
+import logging.handlers
 import sys
 import warnings
 from typing import NamedTuple
@@ -20,20 +21,9 @@ from dtensor_compile.testing.parity import compare_values
 log = logging.getLogger("tests.printing")
 
 
-class _Records(logging.Handler):
-    """Keeps what is logged: text, level and place."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def emit(self, record):
-        self.seen.append((record.getMessage(), record.levelname, record.filename, record.lineno, record.funcName))
-
-
 def _heard(function, *argument_sets):
     """Results, and what was printed, logged and warned about, of some calls."""
-    out, records, results = io.StringIO(), _Records(), []
+    out, records, results = io.StringIO(), logging.handlers.BufferingHandler(1000), []
     log.addHandler(records)
     log.setLevel(logging.INFO)
     try:
@@ -44,7 +34,8 @@ def _heard(function, *argument_sets):
     finally:
         log.removeHandler(records)
     warned = [(str(w.message), w.category, w.filename, w.lineno) for w in warned if "tests" in w.filename]
-    return results, out.getvalue(), records.seen, warned
+    logged = [(r.getMessage(), r.levelname, r.filename, r.lineno, r.funcName) for r in records.buffer]
+    return results, out.getvalue(), logged, warned
 
 
 def assert_says_the_same(function, *argument_sets, fullgraph=True):
