@@ -8,7 +8,6 @@ import torch
 
 from dtensor_compile.compat.dynamo.module_hooks import check_gradients_of_hooks
 from dtensor_compile.decisions import Decision
-from dtensor_compile.fixups.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.fixups.effect_tokens import make_tokens_real
 from dtensor_compile.fixups.empty_masks import make_masks_boolean
 from dtensor_compile.fixups.joined_waits import separate_waits
@@ -79,7 +78,6 @@ def repeatable(graph: torch.fx.Graph, this: Compilation) -> None:
 PLAN = (
     GraphStep(check_hooks, required=True, reads=True),
     GraphStep(separate_waits, required=True),
-    GraphStep(bind_meshes_to_primals, required=True),
     GraphStep(make_tokens_real, required=True),
     GraphStep(make_masks_boolean, required=True),
     GraphStep(drop_unread_collectives, when=lambda this: not this.sends, required=True),
