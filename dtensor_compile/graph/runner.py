@@ -123,7 +123,7 @@ def _result(
     """The decisions of a step, after it ran and changed the graph."""
     with sizes_differ(uneven):
         made = step.run(subject, *step.takes(this))
-    if made and not step.reads:  # the others changed nothing, or say nothing of what they changed
+    if not step.reads and (made or not step.required):
         (subject.graph if isinstance(subject, torch.fx.GraphModule) else subject).lint()
     return made
 
