@@ -17,8 +17,9 @@ from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import tensor_parallel
 from dtensor_compile.testing import make_mesh, on_ranks
+from tests.cases import mostly_slow
 
-BACKENDS = pytest.mark.parametrize("backend", ["dtensor", "dtensor_aten"])
+BACKENDS = pytest.mark.parametrize("backend", mostly_slow(["dtensor", "dtensor_aten"], "dtensor_aten"))
 INPUT = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(1))
 
 

@@ -355,7 +355,7 @@ def test_a_view_of_a_result_that_was_made_of_a_local_tensor(backend):
         )
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", mostly_slow([0, 1], 0))
 @on_ranks(2)
 def test_a_mask_that_was_gathered(dim):
     """Inductor gathered it as integers of eight bytes, for which it wrote no kernel, or one of other gradients (fuzz

@@ -166,6 +166,7 @@ def shards_in_memory():
     return len(memory), sum(memory.values()), sum(shard.nbytes for shard in shards)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_bucket_have_memory_of_their_own():
     for count, held, needed in run_on_ranks(2, shards_in_memory):
         assert (count, held) == (4, needed)

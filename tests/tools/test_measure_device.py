@@ -31,6 +31,7 @@ def short(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_what_is_measured_on_a_cpu_is_a_device(short):
     found = measure_device.measure("cpu", 1, 1 << 14)
     file = json.loads(json.dumps(measure_device.described(found, "cpu")))

@@ -226,6 +226,7 @@ def test_a_size_that_only_the_data_decides(name):
     check_sizes(ONE_DIM[name], make_mesh((2,), ("tp",)))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_size_that_only_the_data_decides_in_kernels_of_inductor():
     check_sizes(ONE_DIM["cut and multiplied"], make_mesh((2,), ("tp",)), "inductor")

@@ -3,6 +3,7 @@
 import contextlib
 from unittest import mock
 
+import pytest
 import torch
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
@@ -50,6 +51,7 @@ def left_to_torch():
     yield
 
 
+@pytest.mark.slow
 def test_code_is_that_of_torchs_own_lowering():
     code, ran = code_of_waits()
     with mock.patch.object(inductor, "waits_are_not_run", left_to_torch):
