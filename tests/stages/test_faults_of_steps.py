@@ -14,6 +14,7 @@ from dtensor_compile import record
 from dtensor_compile.options import Options
 from dtensor_compile.stages import joint, kernels, lowered, program
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
+from tests.cases import mostly_slow
 
 STAGES = {
     "ALWAYS": program,
@@ -52,9 +53,7 @@ def with_fault(steps, index):
     return (*steps[:index], dataclasses.replace(steps[index], run=raises), *steps[index + 1 :])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "PLAN" else []) for name in STAGES]
-)
+@pytest.mark.parametrize("name", mostly_slow(STAGES, *STAGES.keys() - {"PLAN"}))
 @on_ranks(2)
 def test_a_fault_in_each_step(name):
     module = STAGES[name]

@@ -396,13 +396,7 @@ def test_a_llama_over_two_mesh_dims():
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        "mse_loss",
-        *(
-            pytest.param(loss, marks=slow)
-            for loss in ("smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
-        ),
-    ],
+    mostly_slow(["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"], "mse_loss"),
 )
 def test_gradients_of_means_are_those_of_the_whole(loss):
     gradient_of_a_mean(loss)
