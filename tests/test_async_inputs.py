@@ -3,6 +3,7 @@ in DTensors.
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -175,14 +176,11 @@ def assert_as_in_eager(layer, use, backend):
 
 @pytest.mark.parametrize(
     "layer, backend",
-    [
-        pytest.param("tensor", "dtensor", marks=pytest.mark.slow),
+    mostly_slow(
+        itertools.product(("tensor", "in a DTensor", "gathered"), ("dtensor", "dtensor_aten")),
         ("tensor", "dtensor_aten"),
-        pytest.param("in a DTensor", "dtensor", marks=pytest.mark.slow),
-        pytest.param("in a DTensor", "dtensor_aten", marks=pytest.mark.slow),
-        pytest.param("gathered", "dtensor", marks=pytest.mark.slow),
         ("gathered", "dtensor_aten"),
-    ],
+    ),
 )
 @on_ranks(2)
 def test_results_and_gradients_of_inputs_that_were_not_waited_for(layer, backend):

@@ -21,6 +21,7 @@ from dtensor_compile.ir import mesh as mesh_module
 from dtensor_compile.ir.mesh import mesh_layout
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.testing import on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 
 
 def meshes_of_four():
@@ -161,7 +162,7 @@ def of_cases(compile_):
     return complaints, len(recording.breaks), len(recording.compilations)
 
 
-@pytest.mark.parametrize("compile_", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile_", mostly_slow([False, True], False))
 def test_values_and_gradients(compile_):
     answers = run_on_ranks(4, of_cases, compile_, timeout=300)
     assert [complaints for complaints, _, _ in answers] == [[]] * 4

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.testing import make_mesh, on_ranks
+from tests.cases import mostly_slow
 
 preserve = torch.autograd._unsafe_preserve_version_counter
 
@@ -84,7 +85,7 @@ def made(placed, interior, value):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.slow), "dtensor_aten"])
-@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tensor", "DTensor"])
+@pytest.mark.parametrize("placed", mostly_slow([False, True], False), ids=["tensor", "DTensor"])
 @on_ranks(2)
 def test_a_preserved_version_is_eagers(placed, backend):
     for program in PROGRAMS:

@@ -10,6 +10,7 @@ from dtensor_compile import record
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.passes.exchange_rows import exchange_rows
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 from tests.passes.graphs import local, move, rewritten, unchanged
 
 
@@ -104,7 +105,7 @@ def sent(make, tokens, backend="dtensor_aten", options=None):
     "world, backend",
     [
         *((world, "dtensor_aten") for world in (2, 3)),
-        *(pytest.param(world, "dtensor", marks=pytest.mark.slow) for world in (2, 3)),
+        *mostly_slow((world, "dtensor") for world in (2, 3)),
     ],
 )
 def test_rows_travel_and_not_the_table(world, backend):

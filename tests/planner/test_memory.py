@@ -24,6 +24,7 @@ from dtensor_compile.ops.redistribute import carry_out, plan_of
 from dtensor_compile.planner.memory import peak_elements
 from dtensor_compile.planner.search import bytes_sent, cheapest_plan
 from dtensor_compile.testing import make_mesh, run_on_ranks
+from tests.cases import mostly_slow
 
 SPECS = ["R", "S(0)", "S(1)", "P(sum)"]
 
@@ -66,10 +67,7 @@ def traced(local, *node):
     [
         (4, (4,), (16, 8)),
         (4, (4,), (5, 3)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((4, (2, 2), (5, 3)), (4, (2, 2), (16, 8)), (8, (2, 4), (16, 8)), (8, (2, 4), (5, 3)))
-        ),
+        *mostly_slow([(4, (2, 2), (5, 3)), (4, (2, 2), (16, 8)), (8, (2, 4), (16, 8)), (8, (2, 4), (5, 3))]),
     ],
 )
 def test_no_plan_holds_more_than_is_counted(world, mesh_shape, shape):

@@ -36,6 +36,7 @@ from dtensor_compile.runtime.artifacts import MANIFEST, ArtifactsError, made_for
 from dtensor_compile.stages import program
 from dtensor_compile.stages.compiling import code_header
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
+from tests.cases import mostly_slow
 
 RANKS = 4
 OPTIONS = {"artifacts": "nothing was built here"}
@@ -115,7 +116,7 @@ def test_graphs_of_uneven_shards_are_those_of_the_rank():
     assert lowered(program, OPTIONS, 0) != lowered(program, OPTIONS, 3)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 18], ids=["even", "uneven"])
+@pytest.mark.parametrize("rows", mostly_slow([16, 18], 18), ids=["even", "uneven"])
 @pytest.mark.parametrize("program", [trained, sliced])
 def test_graphs_that_read_their_rank_have_eagers_numbers(program, rows):
     run_on_ranks(RANKS, numbers_of_eager, program, rows)

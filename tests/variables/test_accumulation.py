@@ -19,6 +19,7 @@ from dtensor_compile.compat.distributed.fsdp_gradients import HELD_IN_PARAMETER
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.cases import mostly_slow
 from tests.variables.test_data_parallel import BACKEND, MLP, Blocks, local_input, nested, per_block
 
 #: A microbatch that reduces over shards and not over replicas.
@@ -111,7 +112,7 @@ def assert_same(build, width, backends=(BACKEND,), computed_in=None, **about):
 
 @pytest.mark.parametrize(
     "name",
-    ["nested uneven", *(pytest.param(name, marks=pytest.mark.slow) for name in ("in a list", "per block", "mixed"))],
+    mostly_slow(["nested uneven", "in a list", "per block", "mixed"], "nested uneven"),
 )
 @on_ranks(2)
 def test_accumulates_as_eager(name):

@@ -422,7 +422,7 @@ def train_step(model, optimizer, inside):
     return step
 
 
-@pytest.mark.parametrize("wrap", [pytest.param("fsdp", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.parametrize("wrap", mostly_slow(["fsdp", "ddp"], "ddp"))
 @on_ranks(2)
 def test_whole_train_step(wrap):
     losses, models = [], []
