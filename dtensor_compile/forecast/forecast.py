@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ DATA_DIMS = ("dp", "ddp", "fsdp", "data", "replicate", "shard")
 #: ``parseChosenWorkspaceSize``), once for each thread that multiplies: the program's, and autograd's.
 _WORKSPACE = {9: 4096 * 8 * 1024, 10: 4096 * 8 * 1024}
 _WORKSPACE_ELSE = 4096 * 1024 * 2 + 16 * 1024 * 8
+#: Environment variable with a folder for compiled Triton kernels, which plans of a sweep share.
+KERNELS = "DTENSOR_COMPILE_PLANNED_KERNELS"
 #: The default settings of a step.
 DEFAULTS = StepSettings()
 #: Number of holders of the peak that a plan names.
@@ -134,7 +137,12 @@ def make_plan(
     """
     machine = topology(cluster if cluster is not None else _cluster_of(gpu))
     machine = dataclasses.replace(machine, device=find_gpu(gpu).device)
-    with fresh_caches(), job(this.ranks, this.rank), device(gpu) as emulated, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        fresh_caches(os.environ.get(KERNELS)),
+        job(this.ranks, this.rank),
+        device(gpu) as emulated,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         log = ScriptLog(emulated) if is_script(target) else StepLog(emulated)
         emulated.observer = log
         if is_script(target):

@@ -13,9 +13,11 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dtensor_compile.forecast.forecast import KERNELS
 from dtensor_compile.forecast.step_plan import StepPlan, from_json
 from dtensor_compile.report.target import TargetError
 
@@ -108,7 +110,7 @@ def _with_sizes(mesh: Mesh, settings: Mapping[str, str]) -> Mesh:
 def run_sweep(
     combined: Sequence[Swept], command: Sequence[str], jobs: int, on_done: Callable[[Swept], None]
 ) -> list[Swept]:
-    """Makes the plans.
+    """Makes the plans. They share compiled Triton kernels.
 
     Args:
         combined: from `combinations`.
@@ -117,12 +119,12 @@ def run_sweep(
         on_done: called with each that is done.
     """
 
-    def run(this: Swept) -> Swept:
+    def run(this: Swept, kernels: str) -> Swept:
         dims = {name for name, _ in this.mesh}
         own = ["--mesh", ",".join(f"{name}={size}" for name, size in this.mesh)] if this.mesh else []
         own += [f"--set={name}={value}" for name, value in this.settings.items() if name not in dims]
         arguments = [sys.executable, "-W", "ignore", "-m", "dtensor_compile.cli", "plan", *command, *own, "--json", "-"]
-        settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", KERNELS: kernels}
         done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=settings)
         begin = done.stdout.find("{")
         if done.returncode not in (0, 1) or begin < 0:
@@ -133,8 +135,8 @@ def run_sweep(
         on_done(made)
         return made
 
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        return order(list(pool.map(run, combined)))
+    with tempfile.TemporaryDirectory() as kernels, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        return order(list(pool.map(run, combined, itertools.repeat(kernels))))
 
 
 def order(swept: Sequence[Swept]) -> list[Swept]:

@@ -1,12 +1,17 @@
 """Plans of many settings."""
 
 import json
+import os
 import re
+import subprocess
 
 import pytest
 
 from dtensor_compile.cli import main
-from dtensor_compile.forecast.sweep import Swept, combinations, order, parse_sweep, value_of
+from dtensor_compile.forecast.forecast import KERNELS, make_plan
+from dtensor_compile.forecast.step_plan import from_json, to_json
+from dtensor_compile.forecast.sweep import Swept, combinations, order, parse_sweep, run_sweep, value_of
+from dtensor_compile.report.run_target import Job
 from dtensor_compile.report.target import TargetError
 
 MESH = (("dp", 64), ("tp", 8))
@@ -82,3 +87,31 @@ def test_the_command(tmp_path, capsys):
 def test_an_argument_that_the_function_does_not_take(capsys):
     assert main(["plan", "tests.forecast.targets:sized", "--mesh", "dp=1,tp=2", "--set", "batch=2"]) == 2
     assert "takes no argument 'batch': it takes mesh, rows, width, checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_plans_share_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv(KERNELS, str(tmp_path))
+
+    def planned(target):
+        made = make_plan(f"tests.forecast.targets:{target}", Job((("tp", 2),)), gpu="h100")
+        return to_json(made), sorted(tmp_path.rglob("*.cubin"))
+
+    plan, kernels = planned("tensor_parallel")
+    assert len(kernels) == from_json(plan).kernels > 0
+    assert planned("tensor_parallel") == (plan, kernels), "compiled again, or planned otherwise"
+
+
+def test_processes_of_a_sweep_have_one_folder_for_kernels(monkeypatch):
+    folders = []
+
+    def run(arguments, *, env, **others):
+        folders.append(env[KERNELS])
+        assert os.path.isdir(folders[-1])
+        return subprocess.CompletedProcess(arguments, 2, stdout="", stderr="no plan")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    swept = run_sweep(combinations([("batch", ("1", "2"))], MESH), ["target.py:build"], 1, lambda done: None)
+    assert [this.failed for this in swept] == ["no plan"] * 2
+    assert len(folders) == 2 and len(set(folders)) == 1 and not os.path.exists(folders[0])

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -352,12 +353,18 @@ def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., An
 
 
 @contextlib.contextmanager
-def fresh_caches() -> Iterator[None]:
-    """While active, Inductor's caches on disk are an empty folder, which goes at the end, after an error too."""
+def fresh_caches(kernels: str | None = None) -> Iterator[None]:
+    """While active, Inductor's caches on disk are an empty folder, which goes at the end, after an error too.
+
+    Args:
+        kernels: folder of Triton's cache, which stays; None: an empty one too.
+    """
     from torch._inductor.utils import fresh_cache
 
     failed: Exception | None = None
     with fresh_cache():
+        if kernels is not None:
+            os.environ["TRITON_CACHE_DIR"] = kernels  # `fresh_cache` has set it, and restores it
         try:
             yield
         except Exception as error:  # torch keeps the folder where one passes
