@@ -23,9 +23,10 @@ from dtensor_compile.compat.emulation.emulated_gpu import reads_values
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.forecast import step_plan as model
 from dtensor_compile.forecast.allocator import reserved_by
+from dtensor_compile.forecast.host_costs import HOST_BASIS, issue_seconds
 from dtensor_compile.forecast.memory_use import KINDS, kind_of, use_of_step
 from dtensor_compile.forecast.script_steps import ScriptLog, run_steps, script_training
-from dtensor_compile.forecast.step_log import Allocation, Request, StepLog
+from dtensor_compile.forecast.step_log import Allocation, StepLog
 from dtensor_compile.forecast.timeline import timeline_of
 from dtensor_compile.forecast.training import OnPhase, StepSettings, Training
 from dtensor_compile.graph.node_costs import Operation, SentCollective
@@ -48,9 +49,6 @@ from dtensor_compile.topology.files import find_gpu, topology
 from dtensor_compile.topology.gpus import Gpu
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 
-#: Seconds of the host, measured beside an H100 (2026-11-26; `tools/measure_device.py`): for a kernel or an operator of
-#: compiled code, for a collective of it, for a call of it, for an operator in eager, and for each tensor of its lists.
-HOST_COMPILED, HOST_COLLECTIVE, HOST_CALL, HOST_EAGER, HOST_LISTED = 8e-6, 3.4e-5, 4e-4, 8e-6, 1.5e-7
 #: Names of mesh dims over which a batch is split, by their beginnings.
 DATA_DIMS = ("dp", "ddp", "fsdp", "data", "replicate", "shard")
 #: Bytes of the workspace that cuBLAS gets from torch, by the major compute capability (``CUDABlas.cpp``:
@@ -239,7 +237,7 @@ def _run(training: Training, log: StepLog, run: Callable[[OnPhase], None]) -> tu
 def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, seen: _Observed) -> model.StepPlan:
     marks, operations, gpu = seen.marks, seen.operations, emulated.gpu
     requests = seen.log.requests[marks.forward.requests : marks.end.requests]
-    issue = [_host_seconds(before, request) for before, request in zip([None, *requests], requests)]
+    issue = [issue_seconds(before, request) for before, request in zip([None, *requests], requests)]
     timing = schedule(operations, seen.collectives, cluster, lambda sent: sent.mesh_dim, issue)
     starts = _starts(timing, len(operations))
     forward_flops = sum(operation.flops for operation in operations[: marks.backward.requests - marks.forward.requests])
@@ -284,10 +282,6 @@ _ERRORS = {"measured": 0.15, "guess": 0.25, "vendor's figures": 0.5}
 
 def _rests_on(gpu: Gpu, cluster: Cluster) -> tuple[model.Basis, ...]:
     links = ("vendor's figures", 0.3) if CLUSTERS.get(cluster.name) is not None else ("measured", 0.15)
-    host = (
-        f"{HOST_COMPILED * 1e6:.0f} us for a kernel of compiled code, {HOST_CALL * 1e6:.0f} us for a call of it, "
-        f"{HOST_EAGER * 1e6:.0f} us for an operator in eager, as measured on one host"
-    )
     memory = (
         "what the generated code and eager ask for, and cuBLAS's workspaces; segments by the rules of torch's "
         "allocator, within a tenth; without NCCL's buffers and the CUDA context"
@@ -296,16 +290,8 @@ def _rests_on(gpu: Gpu, cluster: Cluster) -> tuple[model.Basis, ...]:
         model.Basis("memory", memory, "simulated", 0.01),
         model.Basis("kernels", gpu.device.basis, gpu.device.quality, _ERRORS[gpu.device.quality]),
         model.Basis("collectives", f"links of {cluster.name}", *links),
-        model.Basis("host", host, "guess", 0.5),
+        model.Basis("host", HOST_BASIS, "guess", 0.5),
     )
-
-
-def _host_seconds(before: Request | None, this: Request) -> float:
-    """Seconds of the host for a request, which follows another."""
-    if this.graph < 0:
-        return HOST_EAGER + HOST_LISTED * this.listed
-    call = HOST_CALL if before is None or before.graph != this.graph or this.step == 0 else 0.0
-    return call + (HOST_COMPILED if this.operation.starts is None else HOST_COLLECTIVE)
 
 
 def _time(timing: Schedule, starts: Sequence[float], marks: _Marks, host: float) -> model.StepTime:
