@@ -17,7 +17,9 @@ At each moment of the simulation (``simulated_device.py``)
    another, which is not simulated. A collective that makes no more than it reads (a reduction) needs no place: it holds
    as much before it starts, and compute may take longer than estimated.
 2. else the compute that it needs runs, as far as it is not held up,
-3. else other compute that nothing holds up, in the order given,
+3. else other compute that nothing holds up, in the order given; in a second attempt not compute that takes more than
+   twice as long as the collective that holds up what the next one needs, such as a whole block of a model while the
+   sum of a norm's gradient is on its way, without which the gradients of the block before cannot be sent,
 4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction
    of a gradient when that is surely done, because its input is held until then.
 
@@ -60,14 +62,29 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
     if not any(task.link is not None for task in tasks):
         return given
     best, seconds = given, simulate(tasks, given).seconds
+    for patient in (False, True):
+        best, seconds, again = _arranged(tasks, bound, patient, best, seconds)
+        if not again:
+            break
+    return best
+
+
+def _arranged(
+    tasks: Sequence[Task], bound: float, patient: bool, best: list[int], seconds: float
+) -> tuple[list[int], float, bool]:
+    """The faster of `best`, which takes `seconds`, and an order that keeps `bound`, and its seconds; whether a patient
+    attempt may find another one."""
     longest = max((task.seconds for task in tasks if task.link is None), default=0.0)
     least = math.inf  # seconds of the best order without the bound
+    again = False
     for tried in TRIES:
         tied = list(tasks)
         for _ in range(ROUNDS):
             if seconds <= least * (1.0 + TIME_TOLERANCE) < math.inf:
-                return best
-            order = _Arrangement(tied, tried * bound, longest).run()
+                return best, seconds, again
+            attempt = _Arrangement(tied, tried * bound, longest, patient)
+            order = attempt.run()
+            again = again or attempt.hurried
             found, missing = replay(tasks, order, bound)
             least = min(least, found.seconds)
             if not missing:
@@ -79,7 +96,7 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
                 break
             for before, after in ties:
                 tied[after] = replace(tied[after], after=tuple(dict.fromkeys((*tied[after].after, before))))
-    return best
+    return best, seconds, again
 
 
 def _ties(tasks: Sequence[Task], order: Sequence[int], peak: int, over: float) -> list[tuple[int, int]]:
@@ -130,8 +147,9 @@ class _Arrangement:
     Waits are not candidates: a task whose other dependencies are met is one, and the waits that it needs run with it.
     """
 
-    def __init__(self, tasks: Sequence[Task], bound: float, longest: float) -> None:
-        self.tasks, self.bound, self.places = tasks, bound, longest
+    def __init__(self, tasks: Sequence[Task], bound: float, longest: float, patient: bool) -> None:
+        self.tasks, self.bound, self.places, self.patient = tasks, bound, longest, patient
+        self.hurried = False  # whether compute ran where a patient attempt waits
         self.device = SimulatedDevice(tasks)
         self.order: list[int] = []
         self.done = [False] * len(tasks)
@@ -252,6 +270,10 @@ class _Arrangement:
         best, start = self._fitting(self.toward), self.tasks[self.wanted]
         if best is None or start.grows and self.device.backlog(start.link or "") > self.places:
             best = self._fitting(self.free)
+        if best is not None and self.marks[best] != self.wanted and self._is_late_after(best):
+            if self.patient and (self.held or not self.missing[self.wanted]):
+                return False
+            self.hurried = True
         if best is not None:
             self._execute(best)
             return True
@@ -259,6 +281,15 @@ class _Arrangement:
             return False
         self._go_on()
         return True
+
+    def _is_late_after(self, index: int) -> bool:
+        """Whether the next start would be later by more than what holds it up, if a task ran before."""
+        if self.wanted >= 0 and not self.missing[self.wanted]:
+            until = self._held_until(self.wanted)
+        else:
+            held = (end for end, held in self.held if self.marks[held] == self.wanted and not self.done[held])
+            until = min(held, default=math.inf)
+        return 2 * (until - self.device.now) < self.tasks[index].seconds
 
     def _fitting(self, heap: list[int]) -> int | None:
         """The first task of a heap that memory allows."""

@@ -74,6 +74,25 @@ def test_reductions_start_as_soon_as_they_are_ready_though_the_link_is_busy():
     assert [order.index(start) for start in starts] == [2, 5, 8, 11]
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["sum", "sum and a kernel"])
+def test_a_short_collective_is_waited_for_where_compute_would_delay_a_long_one(between):
+    """Blocks of a backward pass: gradients of each are sent after a sum of a few of them over another link."""
+    program, gradient, starts = Program(), None, []
+    for _ in range(3):
+        gradient = program.compute(17, *([] if gradient is None else [gradient]), size=8, reads=())
+        ready = program.wait(program.start(0.1, gradient, link="short", size=8))
+        if between:
+            ready = program.compute(0, ready, size=8)
+        starts.append(program.start(4, ready, link="long", size=8))
+        program.wait(starts[-1])
+    order = arrange(program, float("inf"))
+    blocks = [index for index, task in enumerate(program) if task.seconds == 17]
+    assert [order.index(start) < order.index(block) for start, block in zip(starts, blocks[1:])] == [True, True]
+    assert simulate(program, order).seconds == pytest.approx(3 * 17 + 3 * 0.1 + 4)
+    impatient, *_ = schedule._arranged(program, float("inf"), False, list(range(len(program))), float("inf"))
+    assert simulate(program, impatient).seconds == pytest.approx(3 * 17 + 2 * 4)
+
+
 def test_independent_compute_fills_the_gap():
     program = Program()
     gradient = program.compute(2)
