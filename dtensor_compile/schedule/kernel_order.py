@@ -155,7 +155,7 @@ def _operation(node: Any) -> Operation:
         for part in parts
         if part.node is not None
         for origin in part.node.get_origins()
-        if origin.op == "call_function"
+        if origin.op == "call_function" and origin.target is not CALL  # of the block that the kernel is in
     ]
     names = dict.fromkeys(origin.target.__name__.split(".")[0] for origin in sorted(origins, key=lambda o: o.name))
     called = _called(parts)

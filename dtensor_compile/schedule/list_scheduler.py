@@ -36,6 +36,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.simulated_device import Buffer, SimulatedDevice, Task, replay, simulate
 
 #: An unused collective counts as done after its simulated end plus this fraction of its time.
@@ -64,7 +65,7 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
     best, seconds = given, simulate(tasks, given).seconds
     for patient in (False, True):
         best, seconds, again = _arranged(tasks, bound, patient, best, seconds)
-        if not again:
+        if not again or seconds <= least_seconds(tasks) * (1.0 + TIME_TOLERANCE):
             break
     return best
 
@@ -141,15 +142,14 @@ def _saved(tasks: Sequence[Task], ran: set[int], peak: int) -> dict[tuple[int, i
     return saved
 
 
-class _Arrangement:
-    """One pass over the tasks.
+class _Candidates:
+    """The tasks that have run, and those that could.
 
     Waits are not candidates: a task whose other dependencies are met is one, and the waits that it needs run with it.
     """
 
-    def __init__(self, tasks: Sequence[Task], bound: float, longest: float, patient: bool) -> None:
-        self.tasks, self.bound, self.places, self.patient = tasks, bound, longest, patient
-        self.hurried = False  # whether compute ran where a patient attempt waits
+    def __init__(self, tasks: Sequence[Task], bound: float) -> None:
+        self.tasks, self.bound = tasks, bound
         self.device = SimulatedDevice(tasks)
         self.order: list[int] = []
         self.done = [False] * len(tasks)
@@ -169,17 +169,6 @@ class _Arrangement:
         self.unused: list[tuple[float, int]] = []  # waits that nothing but an output needs
         self.stray: list[int] = []  # waits that only other waits need
         self.first = 0  # of the tasks that have not run
-
-    def run(self) -> list[int]:
-        for index in [i for i, task in enumerate(self.tasks) if task.given]:
-            self._execute(index)
-        for index, task in enumerate(self.tasks):
-            if not task.after and not task.given:
-                self._ready(index)
-        while len(self.order) < len(self.tasks):
-            if not self._release() and not self._start() and not self._compute():
-                self._stall()
-        return self.order
 
     def _ready(self, index: int) -> None:
         task = self.tasks[index]
@@ -216,6 +205,61 @@ class _Arrangement:
         starts = [self.tasks[wait].waits_for for wait in self.waits[index] if not self.done[wait]]
         return max((self.device.ends[start] for start in starts if start is not None), default=0.0)
 
+    def _fits(self, index: int) -> bool:
+        return self.device.live + self.tasks[index].needs <= self.bound
+
+    def _turn(self) -> int:
+        """The first task of the given order that has not run, except waits."""
+        while self.first < len(self.tasks) and (self.done[self.first] or self.tasks[self.first].waits_for is not None):
+            self.first += 1
+        return self.first
+
+    def _mark(self) -> None:
+        """Marks the ancestors of the next start."""
+        start = self.starts[self.place] if self.place < len(self.starts) else -1
+        if start == self.wanted:
+            return
+        self.wanted = start
+        for before in _needed(self.tasks, start, self.done) if start >= 0 else ():
+            self.marks[before] = start
+        self.toward = [index for index in self.free if not self.done[index] and self.marks[index] == start]
+        heapq.heapify(self.toward)
+
+    def _execute(self, index: int) -> None:
+        for wait in self.tasks[index].after:
+            if not self.done[wait]:
+                self._execute(wait)
+        self.done[index] = True
+        self.order.append(index)
+        self.device.run(index)
+        is_wait = self.tasks[index].waits_for is not None
+        for user in self.users[index]:
+            if is_wait and self.tasks[user].waits_for is None:
+                continue  # it was counted when the wait became ready
+            self.missing[user] -= 1
+            if not self.missing[user] and not self.done[user]:
+                self._ready(user)
+
+
+class _Arrangement(_Candidates):
+    """One pass over the tasks, which chooses among the candidates."""
+
+    def __init__(self, tasks: Sequence[Task], bound: float, longest: float, patient: bool) -> None:
+        super().__init__(tasks, bound)
+        self.places, self.patient = longest, patient
+        self.hurried = False  # whether compute ran where a patient attempt waits
+
+    def run(self) -> list[int]:
+        for index in [i for i, task in enumerate(self.tasks) if task.given]:
+            self._execute(index)
+        for index, task in enumerate(self.tasks):
+            if not task.after and not task.given:
+                self._ready(index)
+        while len(self.order) < len(self.tasks):
+            if not self._release() and not self._start() and not self._compute():
+                self._stall()
+        return self.order
+
     def _release(self) -> bool:
         """Releases tasks whose collectives have ended; returns whether a wait has run."""
         while self.held and self.held[0][0] <= self.device.now:
@@ -226,15 +270,6 @@ class _Arrangement:
             return False
         self._execute(heapq.heappop(self.unused)[1])
         return True
-
-    def _fits(self, index: int) -> bool:
-        return self.device.live + self.tasks[index].needs <= self.bound
-
-    def _turn(self) -> int:
-        """The first task of the given order that has not run, except waits."""
-        while self.first < len(self.tasks) and (self.done[self.first] or self.tasks[self.first].waits_for is not None):
-            self.first += 1
-        return self.first
 
     def _start(self) -> bool:
         """Runs the next start, if it may run now."""
@@ -253,17 +288,6 @@ class _Arrangement:
         self.place += 1
         return True
 
-    def _mark(self) -> None:
-        """Marks the ancestors of the next start."""
-        start = self.starts[self.place] if self.place < len(self.starts) else -1
-        if start == self.wanted:
-            return
-        self.wanted = start
-        for before in _needed(self.tasks, start, self.done) if start >= 0 else ():
-            self.marks[before] = start
-        self.toward = [index for index in self.free if not self.done[index] and self.marks[index] == start]
-        heapq.heapify(self.toward)
-
     def _compute(self) -> bool:
         """Runs one task that is not held up, if memory allows it or nothing else can run."""
         self._mark()
@@ -271,7 +295,7 @@ class _Arrangement:
         if best is None or start.grows and self.device.backlog(start.link or "") > self.places:
             best = self._fitting(self.free)
         if best is not None and self.marks[best] != self.wanted and self._is_late_after(best):
-            if self.patient and (self.held or not self.missing[self.wanted]):
+            if self.patient:
                 return False
             self.hurried = True
         if best is not None:
@@ -338,21 +362,6 @@ class _Arrangement:
         index = self._turn()
         self.place += self.tasks[index].link is not None
         self._execute(index)
-
-    def _execute(self, index: int) -> None:
-        for wait in self.tasks[index].after:
-            if not self.done[wait]:
-                self._execute(wait)
-        self.done[index] = True
-        self.order.append(index)
-        self.device.run(index)
-        is_wait = self.tasks[index].waits_for is not None
-        for user in self.users[index]:
-            if is_wait and self.tasks[user].waits_for is None:
-                continue  # it was counted when the wait became ready
-            self.missing[user] -= 1
-            if not self.missing[user] and not self.done[user]:
-                self._ready(user)
 
 
 def _needed(tasks: Sequence[Task], index: int, done: Sequence[bool]) -> set[int]:

@@ -324,7 +324,7 @@ def recording_of_kernels(layout):
         for graph in recording.graphs:
             assert [o.starts for o in graph.operations if o.starts is not None] == list(range(len(graph.collectives)))
         spans = {span.module for graph in side.graphs for span in graph.spans if span.stream == "compute"}
-        found[blocks] = sums(side), {name.rpartition(".norm")[0] or name for name in spans if name.startswith("blocks")}
+        found[blocks] = sums(side), {name for name in spans if name.startswith("blocks")}
         if blocks == "once":
             calls = [task for graph in recording.graphs for task in graph.order.tasks if task.inside]
             assert len(calls) >= 4
