@@ -115,11 +115,12 @@ class _InFlight:
         self._ahead = [(start, end) for start, end in self._ahead if end > now]
         at, left = now, seconds
         for start, end in self._ahead:
-            left -= max(0.0, min(start - at, left))
-            at = max(at, start)
-            if end > at and left:
-                slow = min(end - at, left / self.speed)
-                at, left = at + slow, max(0.0, left - slow * self.speed)
-            if not left:
+            alone = max(0.0, start - at)
+            if alone >= left:
                 break
+            at, left = at + alone, left - alone
+            if left <= (end - at) * self.speed:
+                return at + left / self.speed - now
+            if end > at:
+                at, left = end, left - (end - at) * self.speed
         return at + left - now

@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.recording.recorder import GraphRecord
@@ -84,6 +86,23 @@ def test_compute_after_collectives_has_all_of_its_speed():
     half = dataclasses.replace(UNIT, device=dataclasses.replace(UNIT.device, contention=0.5))
     timing = schedule([starts(0), waits(0), computes(3), starts(1), computes(1)], [gather(2), gather(9)], half)
     assert [t.seconds for t in timing.compute] == [3, 2]
+
+
+@given(
+    st.lists(st.floats(0.01, 5), min_size=1, max_size=4),
+    st.lists(st.floats(0.01, 3), min_size=1, max_size=8),
+    st.floats(0.05, 0.9),
+)
+def test_contention_takes_its_part_of_the_speed_and_no_more(sent, computed, contention):
+    """Also where a kernel ends within a rounding error of its work, while other collectives are queued."""
+    device = dataclasses.replace(UNIT.device, contention=contention)
+    operations = [*map(starts, range(len(sent))), *map(computes, computed)]
+    timing = schedule(operations, list(map(gather, sent)), dataclasses.replace(UNIT, device=device))
+    work, beside = sum(computed), sum(sent) * (1 - contention)
+    end = work / (1 - contention) if work <= beside else sum(sent) + work - beside
+    assert sum(timed.seconds for timed in timing.compute) == pytest.approx(end)
+    for timed, alone in zip(timing.compute, computed, strict=True):
+        assert alone <= timed.seconds * (1 + 1e-9) and timed.seconds <= alone / (1 - contention) * (1 + 1e-9)
 
 
 # ---- what did not happen -------------------------------------------------------------------------------------------
