@@ -5,8 +5,9 @@
 
 Measured are matmuls by their floating-point operations and dtype (square ones, and those of a transformer's layers),
 attention and its backward pass, copies by their bytes, the shortest kernel, and what the host needs for an operator in
-eager and for a kernel of compiled code. Each is repeated until it has taken `LEAST` seconds; the median of repeats
-counts. A point is (size, rate); `topology/files.py` says how a file holds them, `topology/rates.py` how they are used.
+eager, one over DTensors, and a kernel of compiled code. Each is repeated until it has taken `LEAST` seconds; the median
+of repeats counts. A point is (size, rate); `topology/files.py` says how a file holds them, `topology/rates.py` how they
+are used.
 
 On a GPU, kernels are captured in a CUDA graph, so that the host does not count. Nothing else should run meanwhile.
 """
@@ -29,6 +30,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_compile.topology.files import device_values
 from dtensor_compile.topology.gpus import GPUS
@@ -140,8 +143,8 @@ def copies(clock: Clock, largest: int) -> Iterator[Point]:
 
 
 def host_seconds(device: str, repeats: int) -> dict[str, float]:
-    """Seconds of the host for an operator in eager and each tensor of its lists, for a kernel of compiled code, a
-    collective in it, and a call of it, forward and backward."""
+    """Seconds of the host for an operator in eager and each tensor of its lists, what both take more over DTensors, and
+    for a kernel of compiled code, a collective in it, and a call of it, forward and backward."""
 
     def per_call(call: Callable[[], Any], calls: int = 1) -> float:
         for _ in range(3):
@@ -159,14 +162,26 @@ def host_seconds(device: str, repeats: int) -> dict[str, float]:
         for _ in range(200):
             torch.mul(x, 1.0)
 
+    def in_place(x: torch.Tensor) -> None:
+        for _ in range(200):
+            x.mul_(1.0)
+
+    def listed(lists: Sequence[Sequence[list[torch.Tensor]]]) -> float:
+        one, all_of = (per_call(functools.partial(torch._foreach_mul_, *both)) for both in lists)
+        return max(0.0, all_of - one) / 318
+
     x, w, needs = (torch.ones(8, 8, device=device, requires_grad=gradient) for gradient in (False, False, True))
     short, long = (torch.compile(functools.partial(_kernels, length=length)) for length in (2, 20))
     few, many = (torch.compile(functools.partial(_collectives, length=length)) for length in (2, 20))
-    lists = {length: [[x.clone() for _ in range(length)] for _ in range(2)] for length in (1, 160)}
+    lists = [[[x.clone() for _ in range(length)] for _ in range(2)] for length in (1, 160)]
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    over = [[[DTensor.from_local(y, mesh, [Shard(0)]) for y in values] for values in both] for both in lists]
     with torch.no_grad():
         found = {"eager": per_call(lambda: repeated(x), 200)}
-        one, all_of = (per_call(functools.partial(torch._foreach_mul_, *lists[length])) for length in (1, 160))
-        found["listed"] = max(0.0, all_of - one) / 318
+        found["listed"] = listed(lists)
+        dispatched = per_call(functools.partial(in_place, over[0][0][0]), 200)
+        found["dispatch"] = max(0.0, dispatched - per_call(functools.partial(in_place, x), 200))
+        found["dispatched"] = max(0.0, listed(over) - found["listed"])
         call = per_call(lambda: short(x, w))
         found["kernel"] = max(0.0, per_call(lambda: long(x, w)) - call) / 36
         found["collective"] = max(0.0, per_call(lambda: many(x)) - per_call(lambda: few(x))) / 18 - found["kernel"]

@@ -72,12 +72,16 @@ class Request:
         operation: counted from its arguments; `starts` and `waits_for` are numbers of collectives of the log.
         graph, step: number of the compiled graph, and of the step in it; -1 in eager.
         listed: tensors in lists among its arguments.
+        dispatches: operators over DTensors that led to it, and to no request before it.
+        dispatched: DTensors in lists among their arguments.
     """
 
     operation: Operation
     graph: int = -1
     step: int = -1
     listed: int = 0
+    dispatches: int = 0
+    dispatched: int = 0
 
 
 #: Operators that only make metadata or memory.
@@ -110,6 +114,7 @@ class StepLog(Observer):
         self._number = -1
         self._called: list[Operation] = []  # what the last operator of compiled code is; tensors are not kept alive
         self._started: dict[int, int] = {}  # by the memory of its result, the collective that was started last
+        self._dispatches = self._dispatched = 0  # since the last request
 
     # ---- the observer ----
 
@@ -125,8 +130,8 @@ class StepLog(Observer):
             self._compute(() if _ignores_values(func) else args, result)
             self._called = list(self._counted(func, args, result))
             if self._graph is None:
-                listed = sum(len(this) for this in args if isinstance(this, (list, tuple)))
-                self.requests.extend(Request(this, listed=listed) for this in self._called)
+                for called in self._called:
+                    self._request(called, listed=_listed(args))
         if namespace in ("_c10d_functional", "c10d"):
             for this in self._of((args, result)):
                 this.of_collective = True
@@ -138,7 +143,14 @@ class StepLog(Observer):
             self._called = [Operation(step.name, "", "", 0, *_moved(moved))]
         assert self._graph is not None
         place = len(self._graph.steps) - 1
-        self.requests.extend(Request(this, self._number, place) for this in self._called[:1])
+        for this in self._called[:1]:
+            self._request(this, self._number, place)
+
+    def dispatch(self, func: Any, args: Sequence[Any]) -> None:
+        # autograd detaches a gradient that it keeps; compiled code keeps gradients by itself where there is a GPU
+        if func is not torch.ops.aten.detach.default:
+            self._dispatches += 1
+            self._dispatched += _listed(args)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         entry = self._live.get(storage._cdata)
@@ -270,6 +282,10 @@ class StepLog(Observer):
 
     # ---- requests ----
 
+    def _request(self, operation: Operation, graph: int = -1, step: int = -1, listed: int = 0) -> None:
+        self.requests.append(Request(operation, graph, step, listed, self._dispatches, self._dispatched))
+        self._dispatches = self._dispatched = 0
+
     def _counted(self, func: Any, args: Sequence[Any], result: Any) -> Iterator[Operation]:
         """The requests of an operator."""
         name, namespace = _name(func), getattr(func, "namespace", "")
@@ -322,6 +338,11 @@ def _is_of(step: IssuedStep, operation: Operation) -> bool:
 def _moved(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
     """Bytes of tensors, and bytes of an element of the last one."""
     return sum(x.numel() * x.element_size() for x in tensors), tensors[-1].element_size() if tensors else 4
+
+
+def _listed(args: Sequence[Any]) -> int:
+    """How many values are in the lists among some arguments."""
+    return sum(len(this) for this in args if isinstance(this, (list, tuple)))
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -101,6 +101,9 @@ class Observer:
         """Called after an operator on tensors of the device: in eager, and in generated code, where allocations and
         views are operators too."""
 
+    def dispatch(self, func: Any, args: Sequence[Any]) -> None:
+        """Called before an operator over DTensors makes its operators on local tensors."""
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Called after the size of a storage changed; to zero if its memory was freed."""
 
@@ -188,6 +191,9 @@ class EmulatedDevice:
     def _operator(self, func: Any, args: Sequence[Any], result: Any) -> None:
         self.observer.operator(func, args, result)
 
+    def _dispatch(self, func: Any, args: Sequence[Any]) -> None:
+        self.observer.dispatch(func, args)
+
     def _resized(self, storage: torch.UntypedStorage) -> None:
         self.observer.resized(storage)
 
@@ -257,5 +263,5 @@ def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
     gpu = find_gpu(name)
     with driver_for(gpu):
         made = EmulatedDevice(gpu)
-        with emulated(gpu, Hooks(made._kernel, made._graph, made._operator, made._resized, made._read)):
+        with emulated(gpu, Hooks(made._kernel, made._graph, made._operator, made._dispatch, made._resized, made._read)):
             yield made

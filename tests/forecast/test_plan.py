@@ -5,9 +5,12 @@ import json
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_compile.cli import main
 from dtensor_compile.forecast.forecast import make_plan
+from dtensor_compile.forecast.host_costs import HOST_DISPATCH, HOST_DISPATCHED, issue_seconds
 from dtensor_compile.forecast.step_log import StepLog
 from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
 from dtensor_compile.forecast.training import StepSettings
@@ -149,6 +152,22 @@ def test_bytes_of_operators_on_lists():
         (3 * bytes_of_list, 9),
         (bytes_of_list + 3 * 4, 3),
     ]
+
+
+def test_operators_over_dtensors_cost_the_host_more():
+    with job(2), device("h100") as emulated:
+        mesh = init_device_mesh("cuda", (2,))
+        a = [DTensor.from_local(torch.ones(256, device="cuda"), mesh, [Shard(0)]) for _ in range(3)]
+        emulated.observer = log = StepLog(emulated)
+        torch._foreach_mul_(a, 2.0)
+        torch.stack(torch._foreach_norm(a))
+        torch.ones(256, device="cuda").mul_(2.0)
+    counted = [(r.operation.name, r.dispatches, r.dispatched) for r in log.requests]
+    assert counted[:2] == [("aten._foreach_mul_", 1, 3), ("aten._foreach_norm", 1, 3)]
+    assert counted[2] == ("aten.stack", 1, 3) and counted[-1] == ("aten.mul_", 0, 0)
+    plain = [dataclasses.replace(r, dispatches=0, dispatched=0) for r in log.requests]
+    more = [issue_seconds(None, r) - issue_seconds(None, without) for r, without in zip(log.requests, plain)]
+    assert more[0] == pytest.approx(HOST_DISPATCH + 3 * HOST_DISPATCHED) and more[-1] == 0
 
 
 def test_a_gpu_of_ones_own_is_what_times_rest_on(tmp_path):

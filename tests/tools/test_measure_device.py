@@ -41,4 +41,4 @@ def test_what_is_measured_on_a_cpu_is_a_device(short):
     assert [size for size, _ in device.achieved.matmul["float32"].points] == [2 * 16**3, 2 * 32**3]
     assert device.achieved.attention["float32"].rate(1e6) > 0 and device.achieved.memory.rate(1e4) > 0
     host = found["host"]
-    assert all(host[name] > 0 for name in ("eager", "eager_with_gradient", "call"))
+    assert all(host[name] > 0 for name in ("eager", "eager_with_gradient", "call", "dispatch", "dispatched"))

@@ -29,6 +29,7 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _pytree as pytree
 
@@ -104,19 +105,14 @@ class CudaTensorsAreFake(FakeTensorMode):
     """Makes tensors on ``cuda`` fake; computes operators that involve none of them.
 
     Args:
-        on_operator: called with each operator that involves one, its arguments and its result.
-        read: called with one whose value the program reads; returns a value, or None where that is an error.
+        hooks: told of operators that involve one, of operators over DTensors, and of those whose values are read.
     """
 
     supports_higher_order_operators = True  # their rules are registered for FakeTensorMode, not for this class
 
-    def __init__(
-        self,
-        on_operator: Callable[[Any, Sequence[Any], Any], None],
-        read: Callable[[torch.Tensor], bool | int | float | None],
-    ) -> None:
+    def __init__(self, hooks: Hooks) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.on_operator, self.read = on_operator, read
+        self.hooks = hooks
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -125,13 +121,15 @@ class CudaTensorsAreFake(FakeTensorMode):
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
         if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
-            if func is torch.ops.aten._local_scalar_dense.default and (value := self.read(args[0])) is not None:
+            if func is torch.ops.aten._local_scalar_dense.default and (value := self.hooks.read(args[0])) is not None:
                 return value
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            self.on_operator(func, args, result)
+            self.hooks.operator(func, args, result)
             return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
+        if any(issubclass(this, DTensor) for this in types):
+            self.hooks.dispatch(func, args)
         with fake_tensor.unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -192,7 +190,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         for known in _FOREACH:
             stack.enter_context(patched_value(known, [*_foreach_supported_types, FakeTensor]))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        mode = CudaTensorsAreFake(hooks.operator, hooks.read)
+        mode = CudaTensorsAreFake(hooks)
         stack.enter_context(_entered_while_traced(mode))
         stack.enter_context(_no_measured_times())
         stack.enter_context(_report_resizes(hooks.resized))

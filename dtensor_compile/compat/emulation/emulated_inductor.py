@@ -84,6 +84,7 @@ class Hooks:
         graph: called with the generated code and whether it is of a backward graph; returns a function that makes the
             context to run it in.
         operator: called with each operator that the device is given, its arguments and its result.
+        dispatch: called with each operator over DTensors and its arguments, before its operators on local tensors.
         resized: called with a storage whose size was changed, as FSDP does to free memory of tensors that it keeps.
         read: called with a tensor whose value the program reads; returns one, or None where that is an error.
     """
@@ -91,6 +92,7 @@ class Hooks:
     kernel: Callable[[str, str], Any]
     graph: Callable[[str, bool], Callable[[], contextlib.AbstractContextManager[Any]]]
     operator: Callable[[Any, Sequence[Any], Any], None]
+    dispatch: Callable[[Any, Sequence[Any]], None]
     resized: Callable[[torch.UntypedStorage], None]
     read: Callable[[torch.Tensor], bool | int | float | None]
 
