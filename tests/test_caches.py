@@ -127,6 +127,25 @@ def test_a_graph_over_symbolic_sizes_is_kept_whole(program):
         assert run(6, 9, 5) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("by_chance", "apart"),
+    [(((4, 4),), ((6, 4),)), pytest.param(((3, 5), (3, 7)), ((3, 5), (9, 7)), marks=pytest.mark.slow)],
+    ids=["sizes of one tensor", "sizes of two"],
+)
+def test_local_sizes_that_are_equal_by_chance(by_chance, apart):
+    with offline.job(2), fresh_caches():
+        mesh = make_mesh((2,), ("dp",))
+
+        def program(*tensors):
+            return tuple(x * 2 for x in tensors)
+
+        compiled = torch.compile(program, backend="dtensor", fullgraph=True, dynamic=True)
+        for sizes in (by_chance, apart):
+            tensors = [DTensor.from_local(torch.randn(size), mesh, [Shard(0)], run_check=False) for size in sizes]
+            for got, want in zip(compiled(*tensors), program(*tensors)):
+                assert got.shape == want.shape and torch.equal(got.to_local(), want.to_local())
+
+
 class Rows(TwoTensor):
     """A tensor of somebody else's, whose context has a size that it reads where it is given a gradient."""
 

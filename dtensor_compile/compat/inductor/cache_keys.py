@@ -119,6 +119,20 @@ def _left_out(found: Sequence[torch.SymInt], inputs: Sequence[Any]) -> list[torc
     ]
 
 
+def symbolic_layouts(graph: torch.fx.Graph) -> tuple[tuple[str, ...], ...]:
+    """Sizes, strides and offsets of those inputs of a Dynamo graph that are tensor subclasses and symbolic, inner
+    tensors included; for keys.
+
+    torch's key of a DTensor has its global sizes alone. A local size that equals another size of the call by chance has
+    the symbol of that one, for which a cached graph has no guard: a call where they differ must not find it.
+    """
+    values = (node.meta.get("example_value") for node in graph.find_nodes(op="placeholder"))
+    layouts = (tuple(_sizes(value)) for value in values if is_traceable_wrapper_subclass(value))
+    return tuple(
+        tuple(map(str, layout)) for layout in layouts if any(isinstance(size, torch.SymInt) for size in layout)
+    )
+
+
 def _sizes(value: Any) -> Iterable[Any]:
     """The value itself if it is a SymInt; sizes, strides and offset of a tensor and its inner tensors."""
     if isinstance(value, torch.SymInt):
