@@ -231,8 +231,11 @@ def _memory(
     for node in nodes:
         roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
     kept = {roots[source] for source in nodes[-1].all_input_nodes}
-    given = [node for node in nodes if node.op == "placeholder" and (holds_inputs or _is_parameter(node))]
-    kept.update(node for node in nodes if node.op == "get_attr" or node in given)
+    kept.update(
+        node
+        for node in nodes
+        if node.op == "get_attr" or node.op == "placeholder" and (holds_inputs or _is_parameter(node))
+    )
     return roots, {
         node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node
     }
