@@ -188,10 +188,7 @@ class StepLog(Observer):
         operations: list[Operation] = []
         collectives: list[SentCollective] = []
         numbers: dict[int, int] = {}
-        known = [
-            matched(graph.steps, record.operations) if record.order is not None else [None] * len(graph.steps)
-            for graph, record in zip(self._device.graphs, recording.graphs)
-        ]
+        known = _recorded(self._device.graphs, recording)
         for request in self.requests[first:last]:
             this, recorded = request.operation, known[request.graph][request.step] if request.graph >= 0 else None
             if recorded is not None:
@@ -223,11 +220,8 @@ class StepLog(Observer):
 
     def _allocate(self, func: Any, result: Any) -> None:
         for tensor in _tensors(result):
-            if tensor.device.type != "cuda":
-                continue
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._live:
+            if tensor.device.type != "cuda" or (key := storage._cdata) in self._live:
                 continue
             where = users_line() if self._graph is None else ""
             this = Allocation(storage.nbytes(), self.now, _name(func), where)
@@ -302,10 +296,23 @@ class StepLog(Observer):
             if waited is not None or self._graph is not None:
                 yield Operation(name, where, "", waits_for=waited)
         elif self._graph is not None or namespace == "aten":
-            reads = {id(tensor): tensor for tensor in _tensors(args)}  # one that is given twice is read once
-            moved = _moved([*reads.values(), *_written_only(func, args), *_tensors(result)])
-            kind = kind_of_call(func, args)
-            yield Operation(name, where, "", flops_of_call(func, args, result), *moved, kind=kind)
+            yield _operation(func, args, result, where)
+
+
+def _operation(func: Any, args: Sequence[Any], result: Any, where: str) -> Operation:
+    """An operator that is no collective."""
+    reads = {id(tensor): tensor for tensor in _tensors(args)}  # one that is given twice is read once
+    moved = _moved([*reads.values(), *_written_only(func, args), *_tensors(result)])
+    flops = flops_of_call(func, args, result)
+    return Operation(_name(func), where, "", flops, *moved, kind=kind_of_call(func, args))
+
+
+def _recorded(graphs: Sequence[EmulatedGraph], recording: Recording) -> list[list[Operation | None]]:
+    """For each step of each graph the operation that was recorded for it, where the order of kernels was."""
+    return [
+        matched(graph.steps, record.operations) if record.order is not None else [None] * len(graph.steps)
+        for graph, record in zip(graphs, recording.graphs)
+    ]
 
 
 #: Number of recorded operations that may have no step of their own, one after the other.
