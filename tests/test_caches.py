@@ -146,6 +146,25 @@ def test_local_sizes_that_are_equal_by_chance(by_chance, apart):
                 assert got.shape == want.shape and torch.equal(got.to_local(), want.to_local())
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: torch.randn(4, 4).t(), id="transposed"),
+        pytest.param(lambda: torch.randn(3, 4), id="smaller"),
+        pytest.param(lambda: torch.randn(4, 4, dtype=torch.complex64).conj().imag, id="negative"),
+    ],
+)
+def test_local_tensors_of_one_spec(other):
+    """A DTensor with the spec of a cached graph's, whose local tensor is another kind, has a graph of its own."""
+    with offline.job(2), fresh_caches():
+        mesh = make_mesh((2,), ("dp",))
+        for make in (lambda: torch.randn(4, 4), other):
+            torch._dynamo.reset()
+            compiled = torch.compile(torch.sin, backend="dtensor", fullgraph=True)
+            x = DTensor.from_local(make(), mesh, [Shard(0)], run_check=False, shape=torch.Size([7, 4]), stride=(4, 1))
+            assert torch.allclose(compiled(x).to_local(), x.to_local().sin())
+
+
 class Rows(TwoTensor):
     """A tensor of somebody else's, whose context has a size that it reads where it is given a gradient."""
 

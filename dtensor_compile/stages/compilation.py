@@ -44,6 +44,7 @@ class Compilation:
         apart: numbers of blocks whose calls are compiled separately, because they cannot share a graph.
         placed: whether placements may be chosen for the whole program.
         calls: the calls of the program over each mesh with placements that forecasts decided for; None before that.
+        negative: whether an input has the negative bit, which Inductor ignores.
         order: decisions about the order of the graph that was lowered last, kept if Inductor's kernels are reordered.
     """
 
@@ -66,12 +67,13 @@ class Compilation:
     apart: set[int] = field(default_factory=set)
     placed: bool = True
     calls: Sequence[PlannedCalls] | None = None
+    negative: bool = False
     order: list[Decision] = field(default_factory=list)
 
     @property
     def aten(self) -> bool:
         """Whether graphs run operator by operator, without Inductor."""
-        return self.options.kernels == "aten"
+        return self.options.kernels == "aten" or self.negative
 
     @property
     def rank_free(self) -> bool:

@@ -32,7 +32,7 @@ from dtensor_compile.compat.dtensor.planned_calls import PlannedCalls
 from dtensor_compile.compat.dynamo.counters import cached_programs
 from dtensor_compile.compat.dynamo.data_dependent_scalars import backward_in_time
 from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
-from dtensor_compile.compat.inductor.cache_keys import symbolic_layouts
+from dtensor_compile.compat.inductor.cache_keys import local_layouts
 from dtensor_compile.compat.inductor.compile import compile_with_inductor
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
@@ -113,7 +113,7 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
     # A program of which it is shown that ranks have the same graphs has the key of the first of them.
     place = (*cache_key(), on_one_host()) if this.shares is None else ("artifacts", this.digest, this.shares)
     facts: tuple[Any, ...] = (this.rank_free, implicit_replication_is_allowed(), async_inputs(this.inputs))
-    facts += symbolic_layouts(this.program.graph)
+    facts += local_layouts(this.program.graph)
     if this.options.plan == "global":  # whose costs are those of the sizes of this call
         facts += tuple(size_hint(x) for x in this.inputs if isinstance(x, torch.SymInt))
     return (*this.options.cache_key(), *facts, place)

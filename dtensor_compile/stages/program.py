@@ -23,6 +23,7 @@ from dtensor_compile.fixups.aliased_inputs import check_aliases, may_write
 from dtensor_compile.fixups.check_counts import check_counts
 from dtensor_compile.fixups.freed_autograd_graphs import restore_freed_graphs
 from dtensor_compile.fixups.gathered_inputs import forget_addresses
+from dtensor_compile.fixups.negative_inputs import negative_inputs
 from dtensor_compile.fixups.preserved_versions import keep_versions
 from dtensor_compile.fixups.repeated_writes import write_once
 from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
@@ -72,6 +73,13 @@ def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
     tangents.on_mismatch = lambda unexpected: this.decided(
         [unexpected_placements(unexpected, lambda: this.communication)]
     )
+
+
+def run_negative_inputs(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+    """Leaves a program to ATen whose inputs Inductor would read with another sign."""
+    decisions = [] if this.aten else negative_inputs(program)
+    this.negative = bool(decisions)
+    return decisions
 
 
 def report_cacheability(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
@@ -127,6 +135,7 @@ ALWAYS = (
 )
 
 CAPTURED = (
+    GraphStep(run_negative_inputs, lambda this: (this,), required=True, reads=True),
     GraphStep(make_groups, lambda this: (this,), required=True),
     GraphStep(return_bases_of_views, lambda this: (this,), required=True),
     GraphStep(expect_gradients, lambda this: (this,), required=True),

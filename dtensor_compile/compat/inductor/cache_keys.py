@@ -119,18 +119,27 @@ def _left_out(found: Sequence[torch.SymInt], inputs: Sequence[Any]) -> list[torc
     ]
 
 
-def symbolic_layouts(graph: torch.fx.Graph) -> tuple[tuple[str, ...], ...]:
-    """Sizes, strides and offsets of those inputs of a Dynamo graph that are tensor subclasses and symbolic, inner
-    tensors included; for keys.
+def local_layouts(graph: torch.fx.Graph) -> tuple[tuple[str, ...], ...]:
+    """Sizes, strides and offset, and bits of conjugation and negation, of each input of a Dynamo graph that is a tensor
+    subclass and of its inner tensors; for keys.
 
-    torch's key of a DTensor has its global sizes alone. A local size that equals another size of the call by chance has
-    the symbol of that one, for which a cached graph has no guard: a call where they differ must not find it.
+    torch's key of a DTensor has its spec alone. A local tensor may have other sizes than the spec says, be transposed
+    or conjugated; and a symbolic local size that equals another size of the call by chance has the symbol of that one,
+    for which a cached graph has no guard. A call where that differs must not find the graph.
     """
     values = (node.meta.get("example_value") for node in graph.find_nodes(op="placeholder"))
-    layouts = (tuple(_sizes(value)) for value in values if is_traceable_wrapper_subclass(value))
-    return tuple(
-        tuple(map(str, layout)) for layout in layouts if any(isinstance(size, torch.SymInt) for size in layout)
-    )
+    return tuple(tuple(_layout(value)) for value in values if is_traceable_wrapper_subclass(value))
+
+
+def _layout(value: Any) -> Iterator[str]:
+    if not isinstance(value, torch.Tensor):
+        return  # the mesh of a DTensor, which torch's key has
+    yield f"{tuple(value.size())} {value.is_conj()} {value.is_neg()}"
+    if value.layout is torch.strided:
+        yield f"{value.stride()} {value.storage_offset()}"
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _layout(getattr(value, name))
 
 
 def _sizes(value: Any) -> Iterable[Any]:
