@@ -128,7 +128,7 @@ start    all_gather_into_tensor #1 float32[1, 2, 16, 512]
 kernel   triton_per_fused_mul_redistribute_sum_3
 wait     all_gather_into_tensor #1
 operator mm
-kernel   triton_poi_fused_add_fill_mul_sigmoid_silu_sub_view_4
+kernel   triton_poi_fused__unsafe_view_add_fill_mul_sigmoid_silu_sub_view_4
 operator mm
 operator addmm
 start    reduce_scatter_tensor #2 float32[8, 2, 16, 512]
