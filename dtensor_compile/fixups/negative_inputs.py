@@ -14,23 +14,16 @@ Remove when: kernels of Inductor's read an input that has the negative bit with 
 from __future__ import annotations
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dtensor_compile.compat.pytree import tensor_and_inner
 from dtensor_compile.decisions import Decision
 
 
 def negative_inputs(gm: torch.fx.GraphModule) -> list[Decision]:
     """A decision for a Dynamo graph that has to run operator by operator for its inputs; none for others."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    names = [node.name for node in inputs if _is_negative(node.meta.get("example_value"))]
+    names = [node.name for node in inputs if any(x.is_neg() for x in tensor_and_inner(node.meta.get("example_value")))]
     if not names:
         return []
     reason = f"Inductor ignores the negative bit of {', '.join(names)}: operators run one by one"
     return [Decision("run_negative_inputs", "", reason, before="inductor", after="aten", left_alone=True)]
-
-
-def _is_negative(value: object) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    inner: list[str] = value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else []
-    return value.is_neg() or any(_is_negative(getattr(value, name)) for name in inner)

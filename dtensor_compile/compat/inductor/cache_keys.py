@@ -18,6 +18,7 @@ from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
 from dtensor_compile.compat.dynamo.trackers.tracker_tools import kind_of_constant
 from dtensor_compile.compat.patches import feature, hook, needs, patch
+from dtensor_compile.compat.pytree import tensor_and_inner
 
 _REDUCE = patch("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t")
 _INIT = patch("torch._inductor.codecache:FxGraphCachePickler.__init__", "self gm ...")
@@ -128,26 +129,22 @@ def local_layouts(graph: torch.fx.Graph) -> tuple[tuple[str, ...], ...]:
     for which a cached graph has no guard. A call where that differs must not find the graph.
     """
     values = (node.meta.get("example_value") for node in graph.find_nodes(op="placeholder"))
-    return tuple(tuple(_layout(value)) for value in values if is_traceable_wrapper_subclass(value))
+    return tuple(
+        tuple(_layout(tensor) for tensor in tensor_and_inner(value))
+        for value in values
+        if is_traceable_wrapper_subclass(value)
+    )
 
 
-def _layout(value: Any) -> Iterator[str]:
-    if not isinstance(value, torch.Tensor):
-        return  # the mesh of a DTensor, which torch's key has
-    yield f"{tuple(value.size())} {value.is_conj()} {value.is_neg()}"
-    if value.layout is torch.strided:
-        yield f"{value.stride()} {value.storage_offset()}"
-    if is_traceable_wrapper_subclass(value):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _layout(getattr(value, name))
+def _layout(tensor: torch.Tensor) -> str:
+    placed = f"{tensor.stride()} {tensor.storage_offset()}" if tensor.layout is torch.strided else tensor.layout
+    return f"{tuple(tensor.size())} {placed} {tensor.is_conj()} {tensor.is_neg()}"
 
 
 def _sizes(value: Any) -> Iterable[Any]:
     """The value itself if it is a SymInt; sizes, strides and offset of a tensor and its inner tensors."""
     if isinstance(value, torch.SymInt):
         yield value
-    elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        yield from (*value.size(), *value.stride(), value.storage_offset())
-        if is_traceable_wrapper_subclass(value):
-            for name in value.__tensor_flatten__()[0]:
-                yield from _sizes(getattr(value, name))
+    for tensor in tensor_and_inner(value):
+        if tensor.layout is torch.strided:
+            yield from (*tensor.size(), *tensor.stride(), tensor.storage_offset())
