@@ -165,6 +165,18 @@ def test_local_tensors_of_one_spec(other):
             assert torch.allclose(compiled(x).to_local(), x.to_local().sin())
 
 
+def test_parts_of_a_tensor_that_all_ranks_have_share_a_graph():
+    with offline.job(2), fresh_caches():
+        mesh = make_mesh((2,), ("dp",))
+        whole = torch.randn(8, 4)
+        for part in whole.chunk(2):
+            torch._dynamo.reset()
+            counters.reset()
+            x = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            assert torch.equal(torch.compile(torch.neg, backend="dtensor", fullgraph=True)(x).to_local(), -part)
+        assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
 class Rows(TwoTensor):
     """A tensor of somebody else's, whose context has a size that it reads where it is given a gradient."""
 

@@ -121,8 +121,9 @@ def _left_out(found: Sequence[torch.SymInt], inputs: Sequence[Any]) -> list[torc
 
 
 def local_layouts(graph: torch.fx.Graph) -> tuple[tuple[str, ...], ...]:
-    """Sizes, strides and offset, and bits of conjugation and negation, of each input of a Dynamo graph that is a tensor
-    subclass and of its inner tensors; for keys.
+    """Sizes and strides, and bits of conjugation and negation, of each input of a Dynamo graph that is a tensor
+    subclass and of its inner tensors; for keys. Offsets are left out, as in torch's keys: a rank's local tensor may be
+    its part of one that all ranks have.
 
     torch's key of a DTensor has its spec alone. A local tensor may have other sizes than the spec says, be transposed
     or conjugated; and a symbolic local size that equals another size of the call by chance has the symbol of that one,
@@ -137,8 +138,8 @@ def local_layouts(graph: torch.fx.Graph) -> tuple[tuple[str, ...], ...]:
 
 
 def _layout(tensor: torch.Tensor) -> str:
-    placed = f"{tensor.stride()} {tensor.storage_offset()}" if tensor.layout is torch.strided else tensor.layout
-    return f"{tuple(tensor.size())} {placed} {tensor.is_conj()} {tensor.is_neg()}"
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return f"{tuple(tensor.size())} {strides} {tensor.is_conj()} {tensor.is_neg()}"
 
 
 def _sizes(value: Any) -> Iterable[Any]:
