@@ -119,7 +119,8 @@ def find_artifacts(program: torch.fx.GraphModule, this: Compilation) -> list[Dec
     except ArtifactsError as error:
         return [not_used(folder, this.agreement.function, error)]
     if this.aten:
-        reason = 'kernels="aten" compiles nothing for which there could be artifacts'
+        why = "a program with such inputs" if this.negative else 'kernels="aten"'
+        reason = f"{why} compiles nothing for which there could be artifacts"
         return [Decision("artifacts", "", reason, folder, "not used", left_alone=True)]
     return []
 

@@ -6,11 +6,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.patches import FEATURES
 from dtensor_compile.testing import make_mesh, on_ranks
+from tests.cases import needs
 
-NOT_HERE = "; ".join(FEATURES["backward passes inside of the region"].problems())
-pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=f"torch {NOT_HERE}")
+pytestmark = needs("backward passes inside of the region")
 
 
 def weight():

@@ -17,10 +17,10 @@ from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.testing.compare_values import compare_values
-from tests.cases import mostly_slow
-from tests.variables.test_equal_blocks import DIM, LAYOUTS, NOT_HERE, Block, Model, batch, step, tensor_parallel
+from tests.cases import mostly_slow, needs
+from tests.variables.test_equal_blocks import DIM, LAYOUTS, Block, Model, batch, step, tensor_parallel
 
-pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=f"torch {NOT_HERE}")
+pytestmark = needs("equal blocks traced once")
 
 OPTIONS = {"blocks": "once", "strict": True}
 

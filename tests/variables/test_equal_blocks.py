@@ -19,14 +19,12 @@ from dtensor_compile import backend
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.replay.call_facts import tensor_facts
 from dtensor_compile.compat.dynamo.replay.node_copies import PLACE
-from dtensor_compile.compat.patches import FEATURES
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
-from tests.cases import mostly_slow
+from tests.cases import mostly_slow, needs
 
 #: Dynamo before 2.13 has no checks of guards for another module.
-NOT_HERE = "; ".join(FEATURES["equal blocks traced once"].problems())
-pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=f"torch {NOT_HERE}")
+pytestmark = needs("equal blocks traced once")
 
 DIM = 8
 

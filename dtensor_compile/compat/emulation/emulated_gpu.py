@@ -120,16 +120,18 @@ class CudaTensorsAreFake(FakeTensorMode):
         kwargs = dict(kwargs or {})
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
+        if not isinstance(func, HigherOrderOperator) and any(issubclass(this, DTensor) for this in types):
+            self.hooks.dispatch(func, args)
         if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
             if func is torch.ops.aten._local_scalar_dense.default and (value := self.hooks.read(args[0])) is not None:
                 return value
             result = super().__torch_dispatch__(func, types, args, kwargs)
+            if result is NotImplemented:  # for DTensors beside plain tensors: their operators on local ones come here
+                return result
             self.hooks.operator(func, args, result)
             return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
-        if any(issubclass(this, DTensor) for this in types):
-            self.hooks.dispatch(func, args)
         with fake_tensor.unset_fake_temporarily():
             return func(*args, **kwargs)
 

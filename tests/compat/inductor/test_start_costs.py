@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dtensor_compile.compat.inductor.start_costs import _PROBE, quick_starts
-from dtensor_compile.compat.patches import FEATURES
+from tests.cases import needs
 
-pytestmark = pytest.mark.skipif(bool(FEATURES["starts that only load"].problems()), reason="not with this torch")
+pytestmark = needs("starts that only load")
 
 #: Prints the commands that a compiled function starts, and whether Triton's files were read.
 SCRIPT = """
