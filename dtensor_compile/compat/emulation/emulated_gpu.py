@@ -75,6 +75,9 @@ _RESIZE = patch("torch:UntypedStorage.resize_")
 _RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log")
 _VERIFY = patch("torch.distributed:_verify_params_across_processes")
 _APPLY = patch("torch.nn:Module._apply", "self fn recurse")
+_META = patch(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached", "self op_schema"
+)
 _GPU = feature(
     "an emulated GPU",
     *CUDA_ROWS,
@@ -88,6 +91,7 @@ _GPU = feature(
     _RUNTIME_STATS,
     _VERIFY,
     _APPLY,
+    _META,
     hook("torch._dynamo.device_interface:CudaInterface.Worker"),
     hook("torch._dynamo.eval_frame:TorchPatcher.patch"),
     hook("torch._higher_order_ops.utils:registered_hop_fake_fns"),
@@ -113,6 +117,7 @@ class CudaTensorsAreFake(FakeTensorMode):
     def __init__(self, hooks: Hooks) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.hooks = hooks
+        self.propagates = False  # operators have global sizes then, and are not the program's
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -128,7 +133,8 @@ class CudaTensorsAreFake(FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if result is NotImplemented:  # for DTensors beside plain tensors: their operators on local ones come here
                 return result
-            self.hooks.operator(func, args, result)
+            if not self.propagates:
+                self.hooks.operator(func, args, result)
             return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
@@ -194,6 +200,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(hooks)
         stack.enter_context(_entered_while_traced(mode))
+        stack.enter_context(_propagation_is_not_the_program(mode))
         stack.enter_context(_no_measured_times())
         stack.enter_context(_report_resizes(hooks.resized))
         stack.enter_context(_modules_keep_parameters())
@@ -212,6 +219,23 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for row in (*_GROUPS, _DDP):
             stack.enter_context(patched(row, under, every_thread=True))
+        yield
+
+
+@contextlib.contextmanager
+def _propagation_is_not_the_program(mode: CudaTensorsAreFake) -> Iterator[None]:
+    """Sets `CudaTensorsAreFake.propagates` where torch propagates sizes of DTensors, which it does by `mode` for
+    DTensors beside plain tensors.
+    """
+
+    def propagate(stock: Any, propagator: Any, op_schema: Any) -> Any:
+        mode.propagates, before = True, mode.propagates
+        try:
+            return stock(propagator, op_schema)
+        finally:
+            mode.propagates = before
+
+    with patched(_META, propagate):
         yield
 
 
