@@ -41,11 +41,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import trim_mean
 
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.topology import CLUSTERS, Device, Link, save_topology
 from dtensor_compile.topology.files import KINDS
-from dtensor_compile.topology.rates import Curve
+from dtensor_compile.topology.rates import Curve, curve
 
 #: Sizes of the matmul that is timed, and elements that are copied: those of a small model's layer.
 PRODUCT, COPIED = (512, 256, 1024), 1 << 18
@@ -53,6 +54,8 @@ PRODUCT, COPIED = (512, 256, 1024), 1 << 18
 MOST_LOST = 0.95
 #: Elements (float32) of the local input of a small and of a large all-to-all, and how many large ones are in flight.
 SMALL, LARGE, STREAM = 1 << 10, 1 << 19, 8
+#: Seconds for which a collective is repeated, and how often it is at most.
+LEAST_SECONDS, MOST_REPEATS = 0.15, 200
 
 
 def collective(kind: StepKind, elements: int, n: int) -> Callable[[], object]:
@@ -71,17 +74,24 @@ def collective(kind: StepKind, elements: int, n: int) -> Callable[[], object]:
 
 
 def seconds_of(call: Callable[[], object], repeats: int) -> float:
-    """Median over repeats of the time of the slowest rank."""
+    """Mean of the time of the slowest rank, without the tenth that is shortest and the tenth that is longest.
+
+    On a busy core a message waits for nothing or for a whole turn of another thread. A median shows one or the other,
+    and which of them changes from run to run; a step has many messages and takes their mean.
+
+    Args:
+        repeats: at least; more until they took `LEAST_SECONDS`.
+    """
     call()
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < repeats or (sum(times) < LEAST_SECONDS and len(times) < MOST_REPEATS):  # as many on every rank
         dist.barrier()
         began = time.perf_counter()
         call()
         slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(slowest.item())
-    return statistics.median(times)
+    return float(trim_mean(times, 0.1))
 
 
 def fit(stream: tuple[float, float], small: tuple[float, float], messages: int) -> Link:
@@ -158,7 +168,7 @@ def measure_collectives(largest: int, repeats: int = 5) -> tuple[tuple[str, int,
             sent = 4.0 * elements_sent(kind, n, elements)
             points.append((sent, sent / seconds_of(collective(kind, elements, n), repeats)))
             elements *= 4
-        found.append((kind, n, Curve(tuple(points))))
+        found.append((kind, n, curve(points)))
     return tuple(found)
 
 

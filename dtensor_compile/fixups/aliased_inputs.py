@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.aot.async_inputs import async_inputs
+from dtensor_compile.compat.aot.async_inputs import async_inputs, writes_are_kept
 from dtensor_compile.compat.dtensor.specs import in_storages_of_their_own, memory_of, writes_to_arguments
 from dtensor_compile.decisions import Decision
 
@@ -132,25 +132,31 @@ def check_aliases(
         return compiled
     inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     asynchronous = bool(async_inputs(inputs))
-
+    lost = asynchronous and not writes_are_kept()
     reported = False
 
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
         nonlocal reported
-        if not shares_memory(args, asynchronous):
+        if not lost and not shares_memory(args, asynchronous):
             return compiled(*args)
         if not reported:
             reported = True
-            decided([_runs_in_eager(communication())])
+            decided([_runs_in_eager(LOST if lost else SHARED, communication())])
         return gm(*args)
 
     return run
 
 
-def _runs_in_eager(seconds: float) -> Decision:
-    reason = (
-        "inputs share memory through a DTensor and the program writes to one: calls with such inputs run operator "
-        "by operator"
-    )
+#: Why calls run in eager.
+SHARED = (
+    "inputs share memory through a DTensor and the program writes to one: calls with such inputs run operator by "
+    "operator"
+)
+LOST = (
+    "the program writes to an input that was not waited for, which this release of torch would lose: it runs in eager"
+)
+
+
+def _runs_in_eager(reason: str, seconds: float) -> Decision:
     return Decision("aliased_inputs", "", reason, "compiled graph", "eager", left_alone=True, seconds=seconds)

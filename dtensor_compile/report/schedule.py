@@ -5,7 +5,8 @@ and its exposed seconds. The rules are those of a device with one stream for com
 
     an operator starts when the one before it ends, unless a wait delays it, or the host has not issued it yet
     a collective starts when its operands are ready and the one before it on its stream is done; with some backends
-    that takes host time first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
+    that takes host time first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`), and
+    latency is over when the one before it is done (`SEVERAL_UNDER_WAY` there)
     a wait delays compute until its collective is done; that delay is the exposed time of the collective
     compute beside a collective takes longer, by the contention of the device (`Device.contention`)
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.topology.backends import host_seconds
-from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds
+from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds, seconds_behind
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,13 @@ def schedule(
             this = collectives[operation.starts]
             now += host_seconds(cluster.backend)
             start = max(now, free.get(stream(this), 0.0))
-            seconds = collective_seconds(cluster, this.kind, this.bytes, this.ranks)
-            communication.append(Timed(operation.starts, start, seconds))
-            free[stream(this)] = ends[operation.starts] = start + seconds
-            in_flight.add(start, start + seconds)
+            alone = collective_seconds(cluster, this.kind, this.bytes, this.ranks)
+            link = cluster.link(this.ranks)
+            behind = seconds_behind(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
+            end = max(now + alone, start + behind)
+            communication.append(Timed(operation.starts, start, end - start))
+            free[stream(this)] = ends[operation.starts] = end
+            in_flight.add(start, end)
         elif operation.waits_for is not None:
             waited = max(0.0, ends[operation.waits_for] - now)
             exposed[operation.waits_for] += waited

@@ -9,13 +9,15 @@ tighter.
 A start has a head, the earliest time at which its input can be ready, and a tail, which has to run after it has ended.
 The head is the longer of two: its longest chain of tasks and collectives, and all compute that it needs, because one
 stream computes. Likewise for the tail. A link carries one collective after the other, so that for any set of them the
-smallest head, all their seconds and the smallest tail add up. The largest such sum is over sets of the form {head >= h,
+smallest head, all their seconds on the link (`Task.on_link`), what the first takes beyond these and the smallest tail
+add up. The largest such sum is over sets of the form {head >= h,
 tail >= t} (Jackson's rule for one machine; Carlier, European Journal of Operational Research 11, 1982). For the stream,
 sets of compute with heads of at least h are taken in the same way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -48,7 +50,13 @@ def least_seconds(tasks: Sequence[Task]) -> float:
     for index, seconds in _sums(streamed, backward, after, starts):
         tails[index] = max(tails[index], seconds)
     found = [
-        _one_machine([(heads[i], tasks[i].seconds, tails[i]) for i in starts if tasks[i].link == link])
+        _one_machine(
+            [
+                (heads[i], this.on_link, this.seconds - this.on_link, tails[i])
+                for i in starts
+                if (this := tasks[i]).link == link
+            ]
+        )
         for link in _links(tasks)
     ]
     found.append(_stream([(heads[i], seconds, tails[i]) for i, seconds in enumerate(streamed) if seconds]))
@@ -86,16 +94,18 @@ def _sums(
         yield index, float(values @ bits[: len(seconds)])
 
 
-def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
-    """The largest sum of smallest head, seconds and smallest tail over sets of jobs."""
-    by_tail = sorted(jobs, key=lambda job: -job[2])
+def _one_machine(jobs: list[tuple[float, float, float, float]]) -> float:
+    """The largest sum over sets of jobs: of the smallest head, all seconds on the machine, the least that one takes
+    beyond these, and the smallest tail.
+    """
+    by_tail = sorted(jobs, key=lambda job: -job[3])
     least = 0.0
     for head in {job[0] for job in jobs}:
-        seconds = 0.0
+        seconds, beyond = 0.0, math.inf
         for job in by_tail:
             if job[0] >= head:
-                seconds += job[1]
-                least = max(least, head + seconds + job[2])
+                seconds, beyond = seconds + job[1], min(beyond, job[2])
+                least = max(least, head + seconds + beyond + job[3])
     return least
 
 

@@ -35,7 +35,7 @@ from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.devices import default_cluster
-from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds, seconds_over
+from dtensor_compile.topology.links import Cluster, Link, compute_seconds, seconds_behind, seconds_over
 
 #: Kind of the decisions about an order.
 ORDERED = "schedule"
@@ -121,13 +121,21 @@ def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
     Groups of all mesh dims share the link to other hosts, since a rank has only one; a mesh dim whose link the topology
     names has its own.
     """
+    name, link = _link_of(cluster, this)
+    return name, seconds_over(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
+
+
+def turn_of(cluster: Cluster, this: SentCollective) -> float:
+    """Seconds that a collective takes behind another one on its link (`Task.behind`)."""
+    return seconds_behind(_link_of(cluster, this)[1], cluster.backend, this.kind, this.bytes, len(this.ranks))
+
+
+def _link_of(cluster: Cluster, this: SentCollective) -> tuple[str, Link]:
     named = cluster.mesh_dims.get(this.mesh_dim)
     if named is not None:
-        link = named.share(len(this.ranks))
-        return this.mesh_dim, seconds_over(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
+        return this.mesh_dim, named.share(len(this.ranks))
     hosts = {rank // cluster.ranks_per_host for rank in this.ranks} if cluster.ranks_per_host else set()
-    name = "between hosts" if len(hosts) > 1 else "inside a host"
-    return name, collective_seconds(cluster, this.kind, this.bytes, this.ranks)
+    return "between hosts" if len(hosts) > 1 else "inside a host", cluster.link(this.ranks)
 
 
 def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:
@@ -168,9 +176,10 @@ def graph_tasks(
         if node_draws(node):
             after += [random] if random >= 0 else []
             random = index
-        link, waits_for, seconds, host, inside = None, None, 0.0, 0.0, 0
+        link, waits_for, seconds, host, inside, behind = None, None, 0.0, 0.0, 0, None
         if is_start(node):
             (link, seconds), host = cost_of(cluster, collective_of(node)), host_seconds(cluster.backend)
+            behind = turn_of(cluster, collective_of(node))
             started[node] = node
             after += [start] if start >= 0 else []
             start = index
@@ -186,7 +195,9 @@ def graph_tasks(
         else:
             seconds = _seconds(node, computed, cluster, measured)
         follows = tuple(dict.fromkeys(after))
-        tasks.append(Task(seconds, follows, link, waits_for, makes, tuple(reads), host=host, inside=inside))
+        tasks.append(
+            Task(seconds, follows, link, waits_for, makes, tuple(reads), host=host, inside=inside, behind=behind)
+        )
     return tasks
 
 

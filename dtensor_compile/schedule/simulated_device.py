@@ -40,6 +40,8 @@ class Task:
         given: whether it is an input, which takes no time and has run before all others.
         host: for a start, seconds before it during which nothing is computed.
         inside: bytes that it holds while it runs besides its inputs and results, as a call of a block does.
+        behind: for a start, seconds by which the collective ends after the one before it on its link, if that one was
+            under way when it started; None for `seconds`.
     """
 
     seconds: float = 0.0
@@ -51,6 +53,12 @@ class Task:
     given: bool = False
     host: float = 0.0
     inside: int = 0
+    behind: float | None = None
+
+    @property
+    def on_link(self) -> float:
+        """For a start, seconds in which its link carries no other collective."""
+        return self.seconds if self.behind is None else self.behind
 
     @property
     def bytes(self) -> int:
@@ -100,7 +108,8 @@ class SimulatedDevice:
         task = self.tasks[index]
         self.now += task.host
         if task.link is not None:
-            self.ends[index] = self.free[task.link] = max(self.now, self.free.get(task.link, 0.0)) + task.seconds
+            free = max(self.now, self.free.get(task.link, 0.0))
+            self.ends[index] = self.free[task.link] = max(self.now + task.seconds, free + task.on_link)
             self.carried.setdefault(task.link, []).append(self.ends[index])
             self.exposed[index] = 0.0
         elif task.waits_for is not None:

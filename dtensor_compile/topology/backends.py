@@ -26,6 +26,11 @@ SENT_AS: dict[str, dict[str, str]] = {"gloo": {"reduce_scatter": "all_to_all"}}
 HOST_SECONDS: dict[str, float] = {"gloo": 1.6e-4}
 
 
+#: Backends whose groups have several collectives under way, so that one sends while another copies or waits for its
+#: turn of a core. A group of gloo has two threads for them; NCCL's kernels follow each other on a stream.
+SEVERAL_UNDER_WAY = frozenset({"gloo"})
+
+
 def host_seconds(backend: str) -> float:
     """Seconds for which one collective blocks the compute thread, besides its time on the link."""
     return HOST_SECONDS.get(backend, 0.0)

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor_compile.topology.backends import traffic
+from dtensor_compile.topology.backends import SEVERAL_UNDER_WAY, traffic
 from dtensor_compile.topology.gpus import CPU, GPUS, V100, Device
 from dtensor_compile.topology.rates import Curve
 
@@ -209,6 +209,19 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     ranks, rates = known
     formula = rounds(kind, ranks) * link.latency + traffic(backend, kind, ranks) * bytes_sent / link.bandwidth
     return seconds * rates.seconds(bytes_sent) / formula
+
+
+def seconds_behind(link: Link, backend: str, kind: str, bytes_sent: float, n: int) -> float:
+    """Seconds by which a collective of `n` ranks ends after another that was under way on `link` when it started.
+
+    With a backend that has several under way (`topology/backends.py`), what one takes besides its bytes is over then.
+
+    Args: as of `seconds_over`.
+    """
+    alone = seconds_over(link, backend, kind, bytes_sent, n)
+    if backend not in SEVERAL_UNDER_WAY or n <= 1:
+        return alone
+    return min(alone, traffic(backend, kind, n) * bytes_sent / link.bandwidth)
 
 
 def compute_seconds(

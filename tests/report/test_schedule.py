@@ -88,6 +88,17 @@ def test_compute_after_collectives_has_all_of_its_speed():
     assert [t.seconds for t in timing.compute] == [3, 2]
 
 
+@pytest.mark.parametrize("backend, end", [("gloo", 12 + 10), ("nccl", 12 + 12), ("", 12 + 12)])
+def test_latency_of_a_queued_collective_is_over_where_several_are_under_way(backend, end):
+    slow = Link(2.0, 1.0)  # two seconds of latency for each message, a byte a second
+    cluster = dataclasses.replace(UNIT, inside=slow, between=slow, backend=backend)
+    timing = schedule([starts(0), starts(1), waits(0), waits(1)], [gather(10), gather(10)], cluster)
+    assert timing.seconds == pytest.approx(end, abs=1e-3)  # and what the host takes to start them
+    assert sum(timing.exposed) == pytest.approx(timing.seconds, abs=1e-3)
+    apart = schedule([starts(0), waits(0), starts(1), waits(1)], [gather(10), gather(10)], cluster)
+    assert apart.seconds == pytest.approx(24, abs=1e-3)
+
+
 @given(
     st.lists(st.floats(0.01, 5), min_size=1, max_size=4),
     st.lists(st.floats(0.01, 3), min_size=1, max_size=8),

@@ -246,9 +246,9 @@ def programs(draw, most=40):
         elif kind == "start":
             started = [i for i, task in enumerate(program) if task.link is not None]
             link, seconds = draw(st.sampled_from("ab")), draw(st.integers(0, 5))
-            in_flight.append(
-                program.add(seconds=seconds, after=(*before, *started[-1:]), link=link, reads=before, **about)
-            )
+            behind = draw(st.one_of(st.none(), st.integers(0, seconds)))
+            after = (*before, *started[-1:])
+            in_flight.append(program.add(seconds=seconds, after=after, link=link, reads=before, behind=behind, **about))
         elif kind == "input":
             program.add(given=True, **about)
         else:
@@ -311,6 +311,20 @@ def test_no_order_at_all_takes_less(tasks):
 @pytest.mark.parametrize("fraction, peak, bound", [(0.05, 100, 105.0), (0.0, 7, 7.0), (float("inf"), 7, float("inf"))])
 def test_excess(fraction, peak, bound):
     assert excess(fraction, peak) == pytest.approx(bound)
+
+
+def test_latency_of_a_collective_is_over_where_it_was_queued():
+    """Of 5 seconds 3 are its bytes: behind another one it has these alone, but never less than 5 since its start."""
+    program = Program()
+    starts = [program.start(5, behind=3) for _ in range(3)]
+    program.compute(1, *map(program.wait, starts))
+    assert simulate(program, range(len(program))).seconds == 5 + 3 + 3 + 1 == least_seconds(program)
+    program = Program()
+    first = program.start(5, behind=3)
+    late = program.compute(4)
+    program.wait(first)
+    program.wait(program.start(5, late, behind=3))
+    assert simulate(program, [0, 1, 3, 2, 4]).seconds == 4 + 5
 
 
 def test_starting_a_collective_takes_time_of_the_host():

@@ -88,7 +88,7 @@ def with_achieved_rates(this: Cluster) -> Cluster:
     shared = [Achieved({"float32": curve(products)}, curve(measure_device.copies(clock, 1 << 25)))]
     dist.broadcast_object_list(shared)
     with measure_links.computing():
-        by_size = measure_links.measure_collectives(1 << 19, 9)
+        by_size = measure_links.measure_collectives(1 << 21, 9)
     device = dataclasses.replace(this.device, achieved=shared[0])
     return dataclasses.replace(this, device=device, between=dataclasses.replace(this.between, collectives=by_size))
 

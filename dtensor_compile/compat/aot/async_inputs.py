@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
-from dtensor_compile.compat.patches import if_there, needs, patch
+from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch
 
 
 def async_inputs(values: Sequence[Any]) -> tuple[int, ...]:
@@ -33,6 +33,11 @@ def async_inputs(values: Sequence[Any]) -> tuple[int, ...]:
 
 def _is_async(value: Any) -> bool:
     return isinstance(value._local_tensor if isinstance(value, DTensor) else value, AsyncCollectiveTensor)
+
+
+def writes_are_kept() -> bool:
+    """Whether what a compiled program writes to such an input reaches it, which needs the feature of this module."""
+    return not FEATURES[_NAME].problems()
 
 
 def waited_for(value: Any) -> Any:
@@ -91,6 +96,7 @@ def keep_gradients_of_async_inputs(example_inputs: Sequence[Any]) -> Iterator[No
         yield
 
 
+_NAME = "gradients of inputs that are AsyncCollectiveTensors"
 _PROCESS = patch(
     "torch._functorch.aot_autograd:process_inputs", "flat_args aot_config fake_mode shape_env ignore_shape_env"
 )
@@ -120,10 +126,10 @@ def _place_of(note: Any) -> int | None:
 
 
 @needs(
-    "gradients of inputs that are AsyncCollectiveTensors",
+    _NAME,
     _PROCESS,
     _WRAPPER,
-    without="torch handles them, and their gradients can be lost",
+    without="torch handles them, their gradients can be lost, and programs that write to them run in eager",
     upstream="#191113, #180614",
     remove_when="process_inputs keeps requires_grad of an AsyncCollectiveTensor, and waits for one that is the local "
     "tensor of a DTensor",

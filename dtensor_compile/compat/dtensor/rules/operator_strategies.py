@@ -82,6 +82,11 @@ def _metas(result: Any) -> Any:
     return type(result)(map(_metas, result)) if isinstance(result, (tuple, list)) else None
 
 
+#: Of the gradients of norms, which tensors are statistics of the second, their input.
+_STATISTICS = {
+    torch.ops.aten.native_layer_norm_backward.default: (2, 3),
+    torch.ops.aten._fused_rms_norm_backward.default: (2,),
+}
 #: What a rule raises for placements that it does not support.
 _REFUSALS = (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError, KeyError)
 
@@ -127,6 +132,8 @@ def ask_rule(call: StepCall, mesh: DeviceMesh, given: Sequence[Placements]) -> S
     outputs = _placements(decision.output_spec)
     if len(inputs) != len(given) or len(outputs) != len(call.outputs):
         return "the rule says nothing of some of its tensors"
+    if any(inputs[i] != inputs[1] for i in _STATISTICS.get(op, ())):
+        return "the rule leaves statistics in other placements than their input"  # before 2.13, and computes with them
     return Strategy(inputs, outputs)
 
 
