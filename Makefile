@@ -9,9 +9,12 @@ PROGRAMS ?= 2000
 SEED ?= 0
 CATALOGUE ?= 3/40
 FAST := tests/ir tests/planner tests/passes tests/graph tests/schedule tests/fixups tests/lowering tests/topology tests/compat tests/stages/test_faults_of_steps.py
+NEWEST_TORCH := 2.15.0
+NEWEST := build/releases/$(NEWEST_TORCH)/environment
+NEWEST_TESTS := tests/compat tests/capture tests/fixups tests/recording tests/test_training.py tests/test_caches.py
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan bench-planned-steps clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases environment-newest test-newest demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan bench-planned-steps clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -163,9 +166,19 @@ fuzz: $(VENV)/.installed
 matrix: $(VENV)/.installed
 	$(BIN)/python -W ignore -m tests.matrix.run
 
-# An environment per torch release (several GB each, outside of the tree), the tests and the catalogue in it: docs/releases.md.
+# An environment per torch release (outside of the tree), the tests and the catalogue in it: docs/releases.md.
 releases:
 	$(PYTHON) tools/torch_matrix.py $(RELEASES)
+
+$(NEWEST)/installed:
+	$(PYTHON) tools/torch_matrix.py --releases $(NEWEST_TORCH) --environments build/releases --only-environments
+	$(NEWEST)/bin/python -c "from dtensor_compile.native.loader import native; raise SystemExit(native() is None)"
+
+environment-newest: $(NEWEST)/installed
+
+# A small set of tests on the newest release of torch that is supported.
+test-newest: $(NEWEST)/installed
+	$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -5,9 +5,10 @@
     python tools/torch_matrix.py --existing 2.13.0=.venv              # takes an environment that is there
     python tools/torch_matrix.py --runs 2.14.1=run.json               # and a finished run of the catalogue
 
-An environment is made by ``python -m venv`` and ``pip install`` from the index that pip is configured for; torch for
-CUDA takes several GB. What each release gave is kept in a file beside its environment, so that a release can be run
-again by itself: the table is made of all that is there. The catalogue is run where ``../shared/corpus`` is.
+An environment is made by ``python -m venv`` and ``pip install`` from the index that pip is configured for; a torch for
+CUDA comes without the libraries that it is linked to, which would take several GB (`tools/stub_libraries.py`). What
+each release gave is kept in a file beside its environment, so that a release can be run again by itself: the table is
+made of all that is there. The catalogue is run where ``../shared/corpus`` is.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import stub_libraries  # noqa: E402 - a tool beside this one
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CORPUS = ROOT.parent / "shared" / "corpus"
 #: The primary release first.
 RELEASES = ("2.13.0", "2.14.1", "2.15.0", "2.11.0")
 NEEDED = (
     "setuptools>=77", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "scipy>=1.12", "pytest>=8",
-    "pytest-timeout", "pytest-xdist", "expecttest", "hypothesis", "jsonschema", "plotly>=6",
+    "pytest-timeout", "pytest-xdist", "expecttest", "hypothesis", "jsonschema", "plotly>=6", "filelock", "fsspec",
+    "typing-extensions",
 )  # fmt: skip
 #: Of the catalogue, the one to have first.
 VERDICTS = ("PASS", "BREAK", "ERROR", "HANG/DIED", "WRONG", "ERROR-BWD", "BOTH-ERR", "LENIENT", "RUNNER")
@@ -51,17 +56,21 @@ print(json.dumps({"torch": torch.__version__, "python": platform.python_version(
 
 
 def make_environment(folder: pathlib.Path, release: str, python: str) -> pathlib.Path:
-    """The interpreter of the environment for a release, which is made where it is not there.
+    """The interpreter of the environment for a release, which is made where it is not there: without the libraries for
+    GPUs, in whose place it has stubs.
 
     Raises:
-        subprocess.CalledProcessError: pip cannot install the release for this Python.
+        subprocess.CalledProcessError: pip cannot install the release for this Python, or gcc cannot make a stub.
     """
     interpreter = folder / "bin" / "python"
     done = folder / "installed"
     if not done.exists():
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(interpreter), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, f"torch=={release}", *NEEDED], check=True)
+        free = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # one may pin the primary release
+        subprocess.run([*pip, "--no-deps", f"torch=={release}"], check=True, env=free)
+        subprocess.run([*pip, *NEEDED], check=True, env=free)
+        stub_libraries.stub_missing(folder)
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", str(ROOT)], check=True)  # for its entry points
         done.touch()
     return interpreter
@@ -268,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--python", default=sys.executable, help="makes the environments")
     parser.add_argument("--tests", nargs="*", default=["tests"])
+    parser.add_argument("--only-environments", action="store_true", help="makes what is not there, and ends")
     parser.add_argument("--only", help="of the catalogue, the cases whose names match")
     parser.add_argument("--no-catalogue", action="store_true", help="what an earlier run found of it stays")
     parser.add_argument(
@@ -276,6 +286,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=7200, help="for each entry of --tests")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "docs" / "releases.md")
     args = parser.parse_args(argv)
+    if args.only_environments:
+        for release in args.releases:
+            make_environment(args.environments / release / "environment", release, args.python)
+        return 0
     existing, runs, found = dict(args.existing), dict(args.runs), {}
     for release in args.releases:
         kept = args.environments / release
