@@ -68,8 +68,8 @@ def make_environment(folder: pathlib.Path, release: str, python: str) -> pathlib
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(interpreter), "-m", "pip", "install", "--quiet"]
         free = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # one may pin the primary release
-        subprocess.run([*pip, "--no-deps", f"torch=={release}"], check=True, env=free)
         subprocess.run([*pip, *NEEDED], check=True, env=free)
+        subprocess.run([*pip, "--no-deps", f"torch=={release}"], check=True, env=free)
         stub_libraries.stub_missing(folder)
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", str(ROOT)], check=True)  # for its entry points
         done.touch()
