@@ -11,7 +11,7 @@ CATALOGUE ?= 3/40
 FAST := tests/ir tests/planner tests/passes tests/graph tests/schedule tests/fixups tests/lowering tests/topology tests/compat tests/stages/test_faults_of_steps.py
 NEWEST_TORCH := 2.15.0
 NEWEST := build/releases/$(NEWEST_TORCH)/environment
-NEWEST_TESTS := tests/compat tests/capture tests/fixups tests/recording tests/test_training.py tests/test_caches.py
+NEWEST_TESTS := tests/capture tests/fixups tests/compat/test_patches.py tests/test_training.py tests/test_caches.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: releases environment-newest test-newest demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan bench-planned-steps clean test-redistributions test-slow test-gpu test-memory fuzz matrix
