@@ -1,5 +1,7 @@
 """Views that show a tensor as it is: golden graph, what stays, and what a compiled program keeps for its backward."""
 
+import re
+
 import torch
 import torch.distributed as dist
 from expecttest import TestCase
@@ -44,7 +46,7 @@ def test_what_is_an_output_or_written_to_stays():
         return aten.detach(y), aten.t(aten.t(y)), aten.cos(y)
 
     text = after(function)
-    assert text.count("= detach(") == 2 and text.count("= t(") == 2
+    assert len(re.findall(r"= (detach|alias)\(", text)) == 2 and text.count("= t(") == 2  # 2.15 traces an alias
 
 
 def test_other_permutations_stay():
