@@ -1,7 +1,6 @@
 """Python's garbage collector while a program is compiled."""
 
 import gc
-import operator
 import threading
 
 import pytest
@@ -52,5 +51,6 @@ def test_while_the_forward_and_the_backward_are_compiled(monkeypatch):
     compiled = torch.compile(lambda x: x.sin().sum(), backend="dtensor", fullgraph=True)
     with fresh_caches():
         compiled(torch.randn(4, requires_grad=True)).backward()
-    assert len(seen) == 2 and all(all(map(operator.ge, at, RARE)) for at in seen)  # torch 2.15 raises the last one more
-    assert gc.get_threshold() == (700, 10, 10)
+    torchs = getattr(torch._dynamo.config, "gc_gen2_threshold_during_compile", None) or 0  # as of 2.15
+    rare = (*RARE[:2], max(RARE[2], torchs))
+    assert seen == [rare, rare] and gc.get_threshold() == (700, 10, 10)

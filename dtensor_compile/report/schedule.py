@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.topology.backends import host_seconds
-from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds, seconds_behind
+from dtensor_compile.topology.links import Cluster, compute_seconds, seconds_in_turn
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,8 @@ def schedule(
             this = collectives[operation.starts]
             now += host_seconds(cluster.backend)
             start = max(now, free.get(stream(this), 0.0))
-            alone = collective_seconds(cluster, this.kind, this.bytes, this.ranks)
             link = cluster.link(this.ranks)
-            behind = seconds_behind(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
+            alone, behind = seconds_in_turn(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
             end = max(now + alone, start + behind)
             communication.append(Timed(operation.starts, start, end - start))
             free[stream(this)] = ends[operation.starts] = end

@@ -205,7 +205,7 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, matmuls: float) -> tupl
     this = collective_of(pair.start)
     if not pair.gathers and is_exchanged(pair.start, [node_arg(pair.start, 0)]):
         this = replace(this, kind="all_to_all")  # which it becomes, and sends half
-    _, whole = cost_of(cluster, this)
+    whole = cost_of(cluster, this).seconds
     exposed = whole - hidden
     if exposed <= 0:
         return 1, "nothing of it is exposed"
@@ -213,7 +213,7 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, matmuls: float) -> tupl
     for k in (pair.ranks,) if pair.fuses else PARTS:
         if pair.rows % k and not pair.fuses:
             continue
-        _, part = cost_of(cluster, replace(this, bytes=this.bytes // k))
+        part = cost_of(cluster, replace(this, bytes=this.bytes // k)).seconds
         left = max(0.0, part + (k - 1) * max(0.0, part - matmuls / k) - hidden)
         found.append((left + _extra(pair, cluster, k), left, k))
     if not found:

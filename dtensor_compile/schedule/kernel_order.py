@@ -45,7 +45,7 @@ from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.schedule.found_order import CalledBlock, KernelOrder
 from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.list_scheduler import arrange, excess
-from dtensor_compile.schedule.schedule_graph import cost_of, cost_of_block, is_wrapped, turn_of
+from dtensor_compile.schedule.schedule_graph import Sending, cost_of, cost_of_block, is_wrapped
 from dtensor_compile.schedule.simulated_device import Buffer, Task, simulate
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
@@ -289,12 +289,9 @@ def _is_synchronous(node: Any) -> bool:
     )
 
 
-def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float, float]:
-    """Link and seconds of a collective, and those behind another one (`Task.behind`); unknown without an origin."""
-    if origin is None:
-        return "unknown", 0.0, 0.0
-    this = collective_of(origin)
-    return *cost_of(cluster, this), turn_of(cluster, this)
+def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> Sending:
+    """What a collective takes of which link; unknown without an origin."""
+    return Sending("unknown", 0.0, 0.0) if origin is None else cost_of(cluster, collective_of(origin))
 
 
 def _start_of(wait: torch.fx.Node) -> torch.fx.Node:

@@ -56,7 +56,7 @@ def communication_seconds(graph: torch.fx.Graph, topology: Cluster | None) -> fl
     return (
         0.0
         if cluster is None
-        else sum(cost_of(cluster, collective_of(node))[1] for node in graph.nodes if is_start(node))
+        else sum(cost_of(cluster, collective_of(node)).seconds for node in graph.nodes if is_start(node))
     )
 
 
@@ -67,7 +67,7 @@ def matmuls_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision
     found = [pair.start for pair in pairs(graph) if not pair.why_not]
     if not found:
         return []
-    seconds = sum(cost_of(cluster, collective_of(start))[1] for start in found)
+    seconds = sum(cost_of(cluster, collective_of(start)).seconds for start in found)
     reason = "shards are uneven or of symbolic sizes: estimates of compute differ between ranks, and so would decisions"
     text = f"{len(found)} matmuls beside collectives"
     return [Decision("decompose_matmuls", source_line(found[0]), reason, text, text, left_alone=True, seconds=seconds)]

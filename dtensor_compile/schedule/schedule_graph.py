@@ -35,7 +35,7 @@ from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.devices import default_cluster
-from dtensor_compile.topology.links import Cluster, Link, compute_seconds, seconds_behind, seconds_over
+from dtensor_compile.topology.links import Cluster, compute_seconds, seconds_in_turn
 
 #: Kind of the decisions about an order.
 ORDERED = "schedule"
@@ -115,27 +115,27 @@ def is_wrapped(node: torch.fx.Node | None) -> bool | None:
     return "reduce" in operator_of(node)._schema.name
 
 
-def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
-    """The link that carries a collective, and the seconds that it takes.
+class Sending(NamedTuple):
+    """The link that carries a collective, the seconds that it takes, and those behind another one (`Task.behind`)."""
+
+    link: str
+    seconds: float
+    behind: float
+
+
+def cost_of(cluster: Cluster, this: SentCollective) -> Sending:
+    """What a collective takes of which link.
 
     Groups of all mesh dims share the link to other hosts, since a rank has only one; a mesh dim whose link the topology
     names has its own.
     """
-    name, link = _link_of(cluster, this)
-    return name, seconds_over(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
-
-
-def turn_of(cluster: Cluster, this: SentCollective) -> float:
-    """Seconds that a collective takes behind another one on its link (`Task.behind`)."""
-    return seconds_behind(_link_of(cluster, this)[1], cluster.backend, this.kind, this.bytes, len(this.ranks))
-
-
-def _link_of(cluster: Cluster, this: SentCollective) -> tuple[str, Link]:
     named = cluster.mesh_dims.get(this.mesh_dim)
     if named is not None:
-        return this.mesh_dim, named.share(len(this.ranks))
-    hosts = {rank // cluster.ranks_per_host for rank in this.ranks} if cluster.ranks_per_host else set()
-    return "between hosts" if len(hosts) > 1 else "inside a host", cluster.link(this.ranks)
+        name, link = this.mesh_dim, named.share(len(this.ranks))
+    else:
+        hosts = {rank // cluster.ranks_per_host for rank in this.ranks} if cluster.ranks_per_host else set()
+        name, link = "between hosts" if len(hosts) > 1 else "inside a host", cluster.link(this.ranks)
+    return Sending(name, *seconds_in_turn(link, cluster.backend, this.kind, this.bytes, len(this.ranks)))
 
 
 def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:
@@ -178,8 +178,7 @@ def graph_tasks(
             random = index
         link, waits_for, seconds, host, inside, behind = None, None, 0.0, 0.0, 0, None
         if is_start(node):
-            (link, seconds), host = cost_of(cluster, collective_of(node)), host_seconds(cluster.backend)
-            behind = turn_of(cluster, collective_of(node))
+            (link, seconds, behind), host = cost_of(cluster, collective_of(node)), host_seconds(cluster.backend)
             started[node] = node
             after += [start] if start >= 0 else []
             start = index

@@ -211,17 +211,17 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     return seconds * rates.seconds(bytes_sent) / formula
 
 
-def seconds_behind(link: Link, backend: str, kind: str, bytes_sent: float, n: int) -> float:
-    """Seconds by which a collective of `n` ranks ends after another that was under way on `link` when it started.
-
-    With a backend that has several under way (`topology/backends.py`), what one takes besides its bytes is over then.
+def seconds_in_turn(link: Link, backend: str, kind: str, bytes_sent: float, n: int) -> tuple[float, float]:
+    """Seconds of one collective of `n` ranks over `link`, and those by which it ends after another that was under way
+    when it started: with a backend that has several under way (`topology/backends.py`), what one takes besides its
+    bytes is over then.
 
     Args: as of `seconds_over`.
     """
     alone = seconds_over(link, backend, kind, bytes_sent, n)
     if backend not in SEVERAL_UNDER_WAY or n <= 1:
-        return alone
-    return min(alone, traffic(backend, kind, n) * bytes_sent / link.bandwidth)
+        return alone, alone
+    return alone, min(alone, traffic(backend, kind, n) * bytes_sent / link.bandwidth)
 
 
 def compute_seconds(

@@ -1,12 +1,11 @@
 """Views that show a tensor as it is: golden graph, what stays, and what a compiled program keeps for its backward."""
 
-import re
-
 import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from dtensor_compile.compat.release import minor_release
 from dtensor_compile.graph.rank_uniformity import sizes_differ
 from dtensor_compile.lowering.drop_views import drop_views
 from dtensor_compile.recording.recorder import watch_graphs
@@ -46,7 +45,8 @@ def test_what_is_an_output_or_written_to_stays():
         return aten.detach(y), aten.t(aten.t(y)), aten.cos(y)
 
     text = after(function)
-    assert len(re.findall(r"= (detach|alias)\(", text)) == 2 and text.count("= t(") == 2  # 2.15 traces an alias
+    shown = "detach" if minor_release(torch.__version__) in ("2.11", "2.13", "2.14") else "alias"
+    assert text.count(f"= {shown}(") == 2 and text.count("= t(") == 2
 
 
 def test_other_permutations_stay():

@@ -1,17 +1,13 @@
 """What the gallery calls a fault, what its page shows, and that its programs are complete."""
 
-import importlib.util
-import pathlib
 import sys
 
 import pytest
 import torch
 
-ROOT = pathlib.Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "gallery.py"
-spec = importlib.util.spec_from_file_location("gallery", TOOL)
-gallery = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gallery)
+from tests.tools import TOOLS, load_tool
+
+gallery = load_tool("gallery")
 
 
 def side(**changed):
@@ -71,7 +67,7 @@ def test_each_program_says_its_ranks_and_has_a_readme(name):
 
 
 def test_an_unknown_program_is_an_error_that_names_those_there_are(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(TOOL), "llamma"])
+    monkeypatch.setattr(sys, "argv", [str(TOOLS / "gallery.py"), "llamma"])
     with pytest.raises(SystemExit) as ended:
         gallery.main()
     assert ended.value.code == 2 and "no such program: llamma; there are accelerate_ddp" in capsys.readouterr().err

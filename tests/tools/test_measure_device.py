@@ -1,21 +1,15 @@
 """A device is measured, and the file is read where it is used."""
 
-import importlib.util
 import json
-import pathlib
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dtensor_compile.topology.files import from_values
+from tests.tools import load_tool
 
-TOOL = pathlib.Path(__file__).parents[2] / "tools" / "measure_device.py"
-spec = importlib.util.spec_from_file_location("measure_device", TOOL)
-measure_device = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = measure_device  # Dynamo imports the modules of the functions that it inlines
-spec.loader.exec_module(measure_device)
+measure_device = load_tool("measure_device")
 
 
 @pytest.fixture

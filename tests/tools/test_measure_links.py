@@ -1,16 +1,11 @@
 """What is fitted to times of collectives."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
 from dtensor_compile.testing import run_on_ranks
+from tests.tools import load_tool
 
-TOOL = pathlib.Path(__file__).parents[2] / "tools" / "measure_links.py"
-spec = importlib.util.spec_from_file_location("measure_links", TOOL)
-measure_links = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(measure_links)
+measure_links = load_tool("measure_links")
 
 
 @pytest.mark.parametrize("latency, bandwidth, messages", [(1e-4, 125e6, 1), (5e-6, 5e9, 3)])

@@ -1,6 +1,5 @@
 """The network lab: what crosses a link is counted and held to its rate, and nothing is left behind however it ends."""
 
-import importlib.util
 import os
 import pathlib
 import signal
@@ -10,10 +9,9 @@ import time
 
 import pytest
 
-TOOL = pathlib.Path(__file__).parents[2] / "tools" / "netlab.py"
-spec = importlib.util.spec_from_file_location("netlab", TOOL)
-netlab = sys.modules.setdefault("netlab", importlib.util.module_from_spec(spec))
-spec.loader.exec_module(netlab)
+from tests.tools import TOOLS, load_tool
+
+netlab = load_tool("netlab")
 
 #: Rank 0 sends BYTES to rank 1, which answers when it has them.
 SEND = """
@@ -83,7 +81,7 @@ def test_a_run_is_bounded(available):
 
 def test_a_killed_lab_is_removed_by_the_next(available):
     code = (
-        f"import sys, time; sys.path.insert(0, {str(TOOL.parent)!r}); import netlab\n"
+        f"import sys, time; sys.path.insert(0, {str(TOOLS)!r}); import netlab\n"
         "with netlab.Network(2):\n  print('up', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,5 @@
 """Libraries that stand in for those to which a library is linked and that are not there."""
 
-import importlib.util
 import pathlib
 import shutil
 import subprocess
@@ -8,10 +7,9 @@ import sys
 
 import pytest
 
-TOOL = pathlib.Path(__file__).parents[2] / "tools" / "stub_libraries.py"
-spec = importlib.util.spec_from_file_location("stub_libraries", TOOL)
-stub_libraries = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(stub_libraries)
+from tests.tools import load_tool
+
+stub_libraries = load_tool("stub_libraries")
 
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("gcc", "readelf", "nm", "ldconfig"))), reason="there is no gcc or no binutils here"

@@ -1,25 +1,21 @@
 """The table of torch releases."""
 
-import importlib.util
-import pathlib
+import re
 
 from dtensor_compile.compat.release import SUPPORTED, minor_release
+from tests.tools import TOOLS, load_tool
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def _tool():
-    spec = importlib.util.spec_from_file_location("torch_matrix", ROOT / "tools" / "torch_matrix.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-matrix = _tool()
+matrix = load_tool("torch_matrix")
 
 
 def test_it_runs_the_supported_releases_the_primary_one_first():
     assert tuple(map(minor_release, matrix.RELEASES)) == SUPPORTED
+
+
+def test_the_newest_of_them_is_the_one_that_ci_runs():
+    makefile = (TOOLS.parent / "Makefile").read_text()
+    (newest,) = re.findall(r"^NEWEST_TORCH := (\S+)$", makefile, re.MULTILINE)
+    assert newest == max(matrix.RELEASES, key=lambda release: tuple(map(int, release.split("."))))
 
 
 def test_one_column_a_release_one_row_a_feature_and_reasons_for_gaps():
