@@ -46,7 +46,8 @@ from scipy.stats import trim_mean
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.topology import CLUSTERS, Device, Link, save_topology
 from dtensor_compile.topology.files import KINDS
-from dtensor_compile.topology.rates import Curve, curve
+from dtensor_compile.topology.published_rates import Measured
+from dtensor_compile.topology.rates import curve
 
 #: Sizes of the matmul that is timed, and elements that are copied: those of a small model's layer.
 PRODUCT, COPIED = (512, 256, 1024), 1 << 18
@@ -154,7 +155,7 @@ def measure_link(repeats: int = 7, beside_compute: bool = True) -> Link:
     return fit(streamed, small, n - 1)
 
 
-def measure_collectives(largest: int, repeats: int = 5) -> tuple[tuple[str, int, Curve], ...]:
+def measure_collectives(largest: int, repeats: int = 5) -> tuple[Measured, ...]:
     """What each kind of collective achieves by its bytes, as `Link.collectives` has it. Called on all ranks; the same
     on each.
 
@@ -168,7 +169,7 @@ def measure_collectives(largest: int, repeats: int = 5) -> tuple[tuple[str, int,
             sent = 4.0 * elements_sent(kind, n, elements)
             points.append((sent, sent / seconds_of(collective(kind, elements, n), repeats)))
             elements *= 4
-        found.append((kind, n, curve(points)))
+        found.append(Measured(kind, n, curve(points)))
     return tuple(found)
 
 

@@ -125,7 +125,7 @@ class Basis:
     Attributes:
         figures: ``"memory"``, ``"kernels"``, ``"collectives"``, ``"host"``.
         text: their source.
-        quality: ``"simulated"``, ``"measured"``, ``"vendor's figures"`` or ``"guess"``.
+        quality: ``"simulated"``, ``"measured"``, ``"published"``, ``"vendor's figures"`` or ``"guess"``.
         error: relative error that is to be expected (`docs/planning.md` says what was seen).
     """
 

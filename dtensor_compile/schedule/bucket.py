@@ -40,7 +40,7 @@ from dtensor_compile.graph.node_costs import collective_of, result_bytes
 from dtensor_compile.graph.nodes import FUSED, PART, RECORDED_AS, is_fixed, is_start, is_wait, source_line
 from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES, Group
 from dtensor_compile.schedule.start_order import first_use, is_light, lower_users
-from dtensor_compile.topology.links import Cluster, rounds
+from dtensor_compile.topology.links import Cluster, startup_seconds
 
 #: The form of a collective that takes several tensors.
 COALESCED = {
@@ -215,8 +215,7 @@ def _merge_small(buckets: list[_Bucket], cluster: Cluster, position: dict[torch.
 
 def _saturating(cluster: Cluster, kind: str, ranks: tuple[int, ...]) -> float:
     """Bytes that the link could carry while a collective starts."""
-    link = cluster.link(ranks)
-    return max(1, rounds(kind, len(ranks))) * link.latency * link.bandwidth
+    return startup_seconds(cluster, kind, ranks) * cluster.link(ranks).rate(kind, len(ranks))
 
 
 def _unused(start: torch.fx.Node) -> bool:

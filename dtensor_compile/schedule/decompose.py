@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
-from dtensor_compile.compat.inductor.symmetric_memory import has_symmetric_memory
+from dtensor_compile.compat.distributed.symmetric_memory import has_symmetric_memory
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import const_arg, node_arg, value_of
 from dtensor_compile.graph.node_builder import add_call, inherited

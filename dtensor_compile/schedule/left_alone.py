@@ -25,7 +25,7 @@ from dtensor_compile.schedule.decompose import pairs
 from dtensor_compile.schedule.list_scheduler import TIME_TOLERANCE, arrange
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
 from dtensor_compile.schedule.simulated_device import simulate
-from dtensor_compile.topology.links import Cluster, rounds
+from dtensor_compile.topology.links import Cluster, startup_seconds
 
 if TYPE_CHECKING:
     from dtensor_compile.schedule.found_order import KernelOrder
@@ -119,7 +119,7 @@ def _not_merged(first: torch.fx.Node, number: int, more: int, reason: str, clust
     if not more:
         return []
     about = collective_of(first)
-    seconds = more * max(1, rounds(about.kind, len(about.ranks))) * cluster.link(about.ranks).latency
+    seconds = more * startup_seconds(cluster, about.kind, about.ranks)
     text = f"{number} {about.kind}"
     return [
         Decision(

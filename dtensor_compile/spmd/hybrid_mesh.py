@@ -19,7 +19,7 @@ from rich.table import Table
 from dtensor_compile.errors import MeshError
 from dtensor_compile.spmd.logical_mesh import Mesh
 from dtensor_compile.topology.devices import hosts_from_environment
-from dtensor_compile.topology.links import CLUSTERS, Cluster, rounds
+from dtensor_compile.topology.links import CLUSTERS, Cluster, seconds_over
 from dtensor_compile.topology.torus import Assignment, assign_axes, lay_out
 
 _TORUS_AXES = ("x", "y", "z", "core")
@@ -93,8 +93,7 @@ class HybridMesh(Mesh):
         """A ``rich`` table of the links that each axis uses, and the time of an all-reduce of `size` bytes along it.
 
         Two levels, one after the other, as in libraries: reduce-scatter and all-gather inside of a granule, an
-        all-reduce of the shards between granules. Seconds are those of `topology.links` (latency and bandwidth), for
-        the cluster's links."""
+        all-reduce of the shards between granules. Seconds are those of `topology.links`, for the cluster's links."""
         table = Table("mesh axis", "size", "inside", "over", "between", "all-reduce", title=f"{self!r}, {size:,} bytes")
         for axis, (name, length) in enumerate(self.shape().items()):
             inner, outer = self.ici_mesh_shape[axis], self.dcn_mesh_shape[axis]
@@ -107,9 +106,9 @@ class HybridMesh(Mesh):
         """Seconds of an all-reduce of `size` bytes along an axis; see `explain`."""
         inner, outer = self.ici_mesh_shape[axis], self.dcn_mesh_shape[axis]
         seconds = 0.0
-        for n, link, part in ((inner, self._cluster.inside, size), (outer, self._cluster.between, size / inner)):
-            if n > 1:
-                seconds += rounds("all_reduce", n) * link.latency + 2 * part * (n - 1) / n / link.bandwidth
+        between = self._cluster.between.of_group(outer, 1, self._cluster.inside)
+        for n, link, part in ((inner, self._cluster.inside, size), (outer, between, size / inner)):
+            seconds += seconds_over(link, self._cluster.backend, "all_reduce", 2 * part * (n - 1) / n, n)
         return seconds
 
     def _over(self, axis: int) -> str:

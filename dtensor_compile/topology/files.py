@@ -9,6 +9,7 @@
     bandwidth = 50e9                       # bytes per second
     shared = false                         # optional: whether the ranks of a host send over it together
     collectives.all_gather.8 = [[1e3, 1e7], ...]  # optional: measured on 8 ranks, bytes that one sends, and per second
+    collectives.all_gather."16/2" = [...]  # optional: on 16 ranks of two whole hosts
     [mesh_dims.tp]                         # optional: the link along a mesh dim, by its name
     latency = 4e-6
     bandwidth = 400e9
@@ -53,6 +54,7 @@ from typing import Any
 from dtensor_compile.errors import TopologyError
 from dtensor_compile.topology.gpus import GPUS, Device, Gpu
 from dtensor_compile.topology.links import CLUSTERS, LINKS, Cluster, Link
+from dtensor_compile.topology.published_rates import Measured
 from dtensor_compile.topology.rates import QUALITIES, Achieved, Curve
 
 #: Kinds of collectives that can be measured.
@@ -150,16 +152,18 @@ def _link(value: Any, where: str) -> Link:
     )
 
 
-def _collectives(value: Any, where: str) -> Iterator[tuple[str, int, Curve]]:
+def _collectives(value: Any, where: str) -> Iterator[Measured]:
     if not isinstance(value, Mapping) or not all(isinstance(known, Mapping) for known in value.values()):
         raise TopologyError(f"{where} is a table by kind and number of ranks, not {value!r}")
     for kind, known in value.items():
         if kind not in KINDS:
             raise TopologyError(f"{where}: no collective is called {kind!r}; kinds: {', '.join(KINDS)}")
         for ranks, points in known.items():
-            if not str(ranks).isdigit() or int(ranks) < 2:
-                raise TopologyError(f"{where}.{kind}: {ranks!r} is no number of ranks")
-            yield kind, int(ranks), _curve(points, f"{where}.{kind}.{ranks}")
+            found = re.fullmatch(r"(\d+)(?:/(\d+))?", str(ranks))
+            number, hosts = (int(found[1]), int(found[2] or 0)) if found else (0, 0)
+            if number < 2 or hosts and number % hosts or found and found[2] == "0":
+                raise TopologyError(f"{where}.{kind}: {ranks!r} is no number of ranks, nor one of ranks/hosts")
+            yield Measured(kind, number, _curve(points, f"{where}.{kind}.{ranks}"), hosts)
 
 
 _DEVICE_KEYS, _DEVICE_OPTIONAL = {"peak", "memory", "launch"}, {"exact", "achieved", "contention"}
@@ -269,8 +273,9 @@ def to_values(cluster: Cluster) -> dict[str, Any]:
 
     def link(value: Link) -> dict[str, Any]:
         known: dict[str, dict[str, Any]] = {}
-        for kind, ranks, rates in value.collectives:
-            known.setdefault(kind, {})[str(ranks)] = [list(point) for point in rates.points]
+        for this in value.collectives:
+            ranks = f"{this.ranks}/{this.hosts}" if this.hosts else str(this.ranks)
+            known.setdefault(this.kind, {})[ranks] = [list(point) for point in this.rates.points]
         measured = {"collectives": known} if known else {}
         return {"latency": value.latency, "bandwidth": value.bandwidth, "shared": value.shared, **measured}
 

@@ -10,12 +10,14 @@ message):
     all_to_all                       n - 1              pairwise exchange
     broadcast and the rest           log2 n             a tree
 
-f is the backend's traffic relative to B (`topology/backends.py`), 1 for most.
+f is the backend's traffic relative to B (`topology/backends.py`), 1 for most. NCCL's are those of its own model
+(`topology/nccl.py`).
 
 (R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is
-R. Hockney's, 1994. B is counted as in `dtensor_compile.planner.search`.) The link is the slowest that the ranks of the
-group share: within a host, or between hosts. Where a link has measured collectives, their rates take the place of the
-formula, which then only says how other numbers of ranks differ.
+R. Hockney's, 1994. B is counted as in `dtensor_compile.planner.search`.) W is that of the slowest link that the ranks
+of the group share: within a host, or between hosts. A ring enters and leaves a host once, so that m ranks of a host
+together have m W between hosts, up to what they have within; in an all-to-all each has its own link. Where a link has
+measured collectives, their rates take the place of the formula, which then only says how other numbers of ranks differ.
 
 Operators, with F floating-point operations and M bytes read and written (S. Williams, A. Waterman, D. Patterson:
 Roofline, 2009):
@@ -34,45 +36,68 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from dtensor_compile.topology import nccl, published_rates
 from dtensor_compile.topology.backends import SEVERAL_UNDER_WAY, traffic
 from dtensor_compile.topology.gpus import CPU, GPUS, V100, Device
-from dtensor_compile.topology.rates import Curve
+from dtensor_compile.topology.published_rates import Measured
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks.
+    """A link between two ranks, or what a group of ranks has of such links.
 
     Attributes:
         latency: seconds to start a message.
         bandwidth: bytes per second that one rank sends; all ranks of a host together, if the link is shared.
         shared: whether the ranks of a host send over it together (one network card for all, main memory), or each has
             its own.
-        collectives: measured rates: a kind, a number of ranks, and bytes per second by the bytes that one rank sends.
-            For other numbers of ranks times are scaled as by the formula.
+        collectives: measured rates. For other numbers of ranks times are scaled as by the formula.
+        hosts, per_host: of a group: the hosts on which it is, and its ranks on each (the least).
+        inside: of a group on several hosts: the link within one.
     """
 
     latency: float
     bandwidth: float
     shared: bool = False
-    collectives: tuple[tuple[str, int, Curve], ...] = ()
+    collectives: tuple[Measured, ...] = ()
+    hosts: int = 1
+    per_host: int = 1
+    inside: Link | None = None
 
     def share(self, ranks: int) -> Link:
         """The share of one of `ranks` that send at the same time."""
         if not self.shared or ranks <= 1:
             return self
-        known = tuple((kind, n, rates.times(n / ranks)) for kind, n, rates in self.collectives)  # n shared it already
-        return Link(self.latency, self.bandwidth / ranks, collectives=known)
+        known = tuple(this._replace(rates=this.rates.times(this.ranks / ranks)) for this in self.collectives)
+        return replace(self, bandwidth=self.bandwidth / ranks, shared=False, collectives=known)
 
-    def measured(self, kind: str, n: int) -> tuple[int, Curve] | None:
-        """Of a kind of collective: the measured number of ranks that is nearest to `n`, and the rates."""
-        known = [(ranks, rates) for measured, ranks, rates in self.collectives if measured == kind]
-        return min(known, key=lambda this: abs(math.log(this[0] / n)), default=None)
+    def of_group(self, hosts: int, per_host: int, inside: Link | None = None) -> Link:
+        """What a group of ranks has of it."""
+        return replace(self, hosts=hosts, per_host=per_host, inside=inside if hosts > 1 else None)
+
+    def rate(self, kind: str, n: int) -> float:
+        """Bytes per second at which each of the `n` ranks of a group sends in a collective of that kind."""
+        if self.inside is None:
+            return self.bandwidth
+        if kind == "all_to_all":
+            return min(self.inside.bandwidth, self.bandwidth * (n - 1) / (n - self.per_host))
+        return min(self.inside.bandwidth, self.bandwidth * self.per_host)
+
+    def nearest(self, kind: str, n: int) -> list[Measured]:
+        """Of the measured collectives of a kind those with the next smaller and the next larger number of ranks.
+
+        What whole hosts measured says nothing of groups with one rank on each."""
+        alone = self.hosts > 1 and self.per_host == 1
+        known = [this for this in self.collectives if this.kind == kind and not (alone and this.hosts)]
+        fewer = max((this for this in known if this.ranks <= n), key=lambda this: this.ranks, default=None)
+        more = min((this for this in known if this.ranks > n), key=lambda this: this.ranks, default=None)
+        return [this for this in (fewer, more) if this is not None]
 
 
 @dataclass(frozen=True)
@@ -102,9 +127,11 @@ class Cluster:
         Args:
             job: ranks that send at the same time, over all groups; by default those of this group.
         """
-        hosts = {rank // self.ranks_per_host for rank in ranks} if self.ranks_per_host else {0}
-        link = self.inside if len(hosts) <= 1 else self.between
-        return link.share(min(self.ranks_per_host or job or len(ranks), job or len(ranks)))
+        on_hosts = Counter(rank // self.ranks_per_host if self.ranks_per_host else 0 for rank in ranks)
+        sending = min(self.ranks_per_host or job or len(ranks), job or len(ranks))
+        inside = self.inside.share(sending)
+        link = inside if len(on_hosts) <= 1 else self.between.share(sending)
+        return link.of_group(len(on_hosts), min(on_hosts.values()), inside)
 
     def is_alike(self, ranks: Sequence[int]) -> bool:
         """Whether the other groups of the same shape use a link as this group of global ranks does, so that estimates
@@ -129,26 +156,34 @@ class Cluster:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """The effective link of a collective over all these links: the longest latency, the lowest bandwidth, and the
-    measured rates of the link with the lowest."""
-    lowest = min(links, key=lambda link: link.bandwidth)
-    return Link(max(link.latency for link in links), lowest.bandwidth, collectives=lowest.collectives)
+    """The link of the slowest of several groups: the longest latency, and else what that with the lowest rate has."""
+    lowest = min(links, key=lambda link: (link.bandwidth, link.per_host))
+    return replace(lowest, latency=max(link.latency for link in links))
+
+
+def together(links: Sequence[Link]) -> Link:
+    """The effective link of groups over several mesh dims, from those along each: the slowest, on the hosts and ranks
+    of all of them."""
+    lowest = slowest(links)
+    hosts, per_host = (math.prod(getattr(link, name) for link in links) for name in ("hosts", "per_host"))
+    return lowest.of_group(hosts, per_host, lowest.inside)
 
 
 #: Links by name. Bandwidth: vendors' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand
 #: and Ethernet per port, at line rate). Latency: typical of a collective's message through NCCL, for Ethernet through
-#: gloo over TCP. Loopback is a laptop's: copies through main memory, which all ranks share.
+#: gloo over TCP. Loopback is a laptop's: copies through main memory, which all ranks share. Collectives: published.
 LINKS: dict[str, Link] = {
     "nvlink2": Link(3e-6, 150e9),
-    "nvlink3": Link(3e-6, 300e9),
-    "nvlink4": Link(3e-6, 450e9),
-    "nvlink5": Link(3e-6, 900e9),
+    "nvlink3": Link(3e-6, 300e9, collectives=published_rates.NVLINK3),
+    "nvlink4": Link(3e-6, 450e9, collectives=published_rates.NVLINK4),
+    "nvlink5": Link(3e-6, 900e9, collectives=published_rates.NVLINK5),
     "pcie3": Link(6e-6, 15.75e9),
     "pcie4": Link(6e-6, 31.5e9),
     "pcie5": Link(6e-6, 63e9),
     "infiniband-edr": Link(8e-6, 12.5e9),
     "infiniband-hdr": Link(8e-6, 25e9),
-    "infiniband-ndr": Link(8e-6, 50e9),
+    "infiniband-ndr": Link(8e-6, 50e9, collectives=published_rates.NDR),
+    "infiniband-ndr-b200": Link(8e-6, 50e9, collectives=published_rates.NDR_B200),
     "ethernet-1g": Link(1e-4, 125e6, shared=True),
     "ethernet-10g": Link(5e-5, 1.25e9, shared=True),
     "ethernet-25g": Link(3e-5, 3.125e9, shared=True),
@@ -163,7 +198,7 @@ CLUSTERS: dict[str, Cluster] = {
         Cluster("h100", 8, LINKS["nvlink4"], LINKS["infiniband-ndr"], GPUS["h100"].device, backend="nccl"),
         Cluster("h200", 8, LINKS["nvlink4"], LINKS["infiniband-ndr"], GPUS["h200"].device, backend="nccl"),
         Cluster("a100", 8, LINKS["nvlink3"], LINKS["infiniband-hdr"], GPUS["a100"].device, backend="nccl"),
-        Cluster("b200", 8, LINKS["nvlink5"], LINKS["infiniband-ndr"], GPUS["b200"].device, backend="nccl"),
+        Cluster("b200", 8, LINKS["nvlink5"], LINKS["infiniband-ndr-b200"], GPUS["b200"].device, backend="nccl"),
         Cluster("v100", 8, LINKS["nvlink2"], LINKS["infiniband-edr"], V100, backend="nccl"),
         Cluster("a100-pcie4", 8, LINKS["pcie4"], LINKS["ethernet-100g"], GPUS["a100"].device, backend="nccl"),
         Cluster("h100-pcie5", 8, LINKS["pcie5"], LINKS["ethernet-100g"], GPUS["h100"].device, backend="nccl"),
@@ -182,7 +217,7 @@ def rounds(kind: str, n: int) -> int:
     return {"all_reduce": 2 * tree, "all_to_all": n - 1}.get(kind, tree)
 
 
-def collective_seconds(cluster: Cluster, kind: str, bytes_sent: int, ranks: Sequence[int], job: int = 0) -> float:
+def collective_seconds(cluster: Cluster, kind: str, bytes_sent: float, ranks: Sequence[int], job: int = 0) -> float:
     """Seconds of one collective over the global `ranks`, each of which sends `bytes_sent` bytes.
 
     Args:
@@ -201,14 +236,49 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     """
     if n <= 1:
         return 0.0
-    follow = rounds(kind, n) if messages is None else messages
-    seconds = follow * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
-    known = link.measured(kind, n) if messages is None and bytes_sent else None
-    if known is None:
+    if messages is not None:
+        return messages * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
+    seconds = _formula(link, backend, kind, bytes_sent, n)
+    known = link.nearest(kind, n)
+    if not known:
         return seconds
-    ranks, rates = known
-    formula = rounds(kind, ranks) * link.latency + traffic(backend, kind, ranks) * bytes_sent / link.bandwidth
-    return seconds * rates.seconds(bytes_sent) / formula
+    took, formula = zip(*(_measured_seconds(this, link, backend, bytes_sent) for this in known))
+    part = math.log(n / known[0].ranks) / math.log(known[-1].ranks / known[0].ranks) if len(known) > 1 else 0.0
+    if part == 0.0:
+        return seconds * took[0] / formula[0]
+    whole = link.of_group(
+        max(1, n * known[0].hosts // known[0].ranks), known[0].ranks // (known[0].hosts or 1), link.inside
+    )
+    shape = seconds / _formula(whole, backend, kind, bytes_sent, n) if known[0].hosts else 1.0
+    return shape * took[0] ** (1 - part) * took[1] ** part
+
+
+def startup_seconds(cluster: Cluster, kind: str, ranks: Sequence[int]) -> float:
+    """Seconds of a collective over the global `ranks` that sends next to nothing."""
+    return collective_seconds(cluster, kind, 1, ranks)
+
+
+def _formula(link: Link, backend: str, kind: str, bytes_sent: float, n: int) -> float:
+    """Seconds of a collective without measured ones."""
+    if backend == "nccl":
+        within = link.inside or link
+        return nccl.seconds(
+            kind, bytes_sent, nccl.Hops(n, link.hosts, within.latency, within.bandwidth, link.latency, link.bandwidth)
+        )
+    return rounds(kind, n) * link.latency + traffic(backend, kind, n) * bytes_sent / link.rate(kind, n)
+
+
+def _measured_seconds(this: Measured, link: Link, backend: str, bytes_sent: float) -> tuple[float, float]:
+    """Seconds of a collective as it was measured, and by the formula; for a size that was not measured they differ as
+    for the nearest that was."""
+    sizes = [size for size, _ in this.rates.points]
+    size = min(max(bytes_sent, sizes[0]), sizes[-1])
+    hosts = this.hosts or max(1, this.ranks // link.per_host if link.hosts > 1 else 1)
+    group = link.of_group(hosts, this.ranks // hosts, link.inside)
+    formula = _formula(group, backend, this.kind, bytes_sent, this.ranks)
+    if size == bytes_sent:
+        return this.rates.seconds(size), formula
+    return formula * this.rates.seconds(size) / _formula(group, backend, this.kind, size, this.ranks), formula
 
 
 def seconds_in_turn(link: Link, backend: str, kind: str, bytes_sent: float, n: int) -> tuple[float, float]:
@@ -221,7 +291,7 @@ def seconds_in_turn(link: Link, backend: str, kind: str, bytes_sent: float, n: i
     alone = seconds_over(link, backend, kind, bytes_sent, n)
     if backend not in SEVERAL_UNDER_WAY or n <= 1:
         return alone, alone
-    return alone, min(alone, traffic(backend, kind, n) * bytes_sent / link.bandwidth)
+    return alone, min(alone, traffic(backend, kind, n) * bytes_sent / link.rate(kind, n))
 
 
 def compute_seconds(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dtensor_compile.ir.mesh import MeshLayout, merges
 from dtensor_compile.topology.backends import sent_as
-from dtensor_compile.topology.links import Cluster, Link, seconds_over, slowest
+from dtensor_compile.topology.links import Cluster, Link, seconds_over, together
 
 #: The default link: about 10 Gbit/s. With equal links plans are chosen by bytes; this only breaks ties.
 PLAIN = Link(2e-5, 1.25e9)
@@ -42,7 +42,7 @@ class Network:
 
     def link(self, mesh_dims: Sequence[int]) -> Link:
         """The effective link of a collective over these mesh dims together."""
-        return slowest([self.links[i] for i in mesh_dims]) if self.links else PLAIN
+        return together([self.links[i] for i in mesh_dims]) if self.links else PLAIN
 
     def seconds(
         self, kind: str, mesh_dims: Sequence[int], n: int, bytes_sent: float, messages: int | None = None

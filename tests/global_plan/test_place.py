@@ -78,8 +78,9 @@ def test_attention_of_few_rows_is_sharded_by_heads(meshes):
 
 
 def test_many_rows_are_data_parallel_with_parameters_in_shards(meshes):
-    """As fast as with replicas, and sends as little: what holds less is chosen."""
-    plan = place(on_meta(Mlp), meshes["tp"], rows(8, 4096), topology="h100")
+    """As fast as with replicas, and sends as little: what holds less is chosen. (An H100's all-reduces are faster than
+    reduce-scatters and all-gathers: its switch adds up.)"""
+    plan = place(on_meta(Mlp), meshes["tp"], rows(8, 4096), topology="v100")
     assert plan.results["up"] == (Shard(0),) and plan.inputs == [(Shard(0),)]
     assert "R" not in texts(plan.parameters).values()
     replicas = next(known.choice for known in plan.known if known.name == "data parallel")

@@ -27,7 +27,7 @@ def plan(mesh):
     with torch.device("meta"):
         model = Llama(LlamaConfig(layers=3, dim=512, ffn_dim=2048, heads=8, kv_heads=4, vocab=1024, sequence=256))
         tokens = torch.zeros(4, 256, dtype=torch.long)
-    return place(model, mesh, tokens, topology="h100")
+    return place(model, mesh, tokens, topology="cpu-10gbit")
 
 
 @pytest.mark.slow

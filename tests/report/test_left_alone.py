@@ -33,7 +33,7 @@ from dtensor_compile.schedule.found_order import KernelOrder
 from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_buckets
 from dtensor_compile.schedule.simulated_device import Buffer, Task, simulate
 from dtensor_compile.stages import compilation
-from dtensor_compile.topology.links import CLUSTERS
+from dtensor_compile.topology.links import CLUSTERS, startup_seconds
 from tests.passes.graphs import run_alone
 from tests.report.samples import sample_report
 
@@ -317,7 +317,7 @@ def test_collectives_of_symbolic_sizes_are_not_merged(mesh):
         lambda x, y: (gathered(x) * 2, gathered(y) * 3), sharded(mesh, 4, 4), sharded(mesh, 4, 6), dynamic=True
     )
     ((reason, seconds, _),) = left(recording, "bucket_collectives")
-    assert "symbolic" in reason and seconds == pytest.approx(CLUSTERS["cpu-1gbit"].link((0, 1)).latency)
+    assert "symbolic" in reason and seconds == startup_seconds(CLUSTERS["cpu-1gbit"], "all_gather", (0, 1))
 
 
 def test_a_group_of_the_program_with_something_between_its_collectives(mesh):
@@ -333,7 +333,7 @@ def test_a_group_of_the_program_with_something_between_its_collectives(mesh):
         node.meta |= {REDISTRIBUTES: True, GROUP: Group("parameters")}
     (decision,) = left_out_of_buckets(graph, CLUSTERS["h100"], further=False)
     assert decision.left_alone and "the program groups them" in decision.reason
-    assert decision.seconds == pytest.approx(CLUSTERS["h100"].link((0, 1)).latency)
+    assert decision.seconds == startup_seconds(CLUSTERS["h100"], "all_gather", (0, 1))
     assert line_of(sample([decision])).startswith("1 stage, ")
 
 

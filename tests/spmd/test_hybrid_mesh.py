@@ -14,6 +14,7 @@ from dtensor_compile.errors import MeshError
 from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from dtensor_compile.testing import on_ranks
 from dtensor_compile.topology.devices import hosts_from_environment, nvlink_devices, nvlink_domains
+from dtensor_compile.topology.links import CLUSTERS, collective_seconds
 from dtensor_compile.topology.torus import assign_axes, lay_out
 from tests.spmd.tables import TABLES, needs_tables
 
@@ -229,11 +230,10 @@ def test_the_choice_is_explained():
     Console(file=out, width=120).print(mesh.explain())
     rows = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines() if "us" in line]
     assert rows[0][1:6] == ["dp", "4", "2", "z (2)", "2"] and rows[1][1:6] == ["tp", "8", "8", "x (4), y (2)", "1"]
-    # 64 MiB: inside 2 (n-1)/n B / 450 GB/s + 2 log2 n rounds of 3 us; between granules half of it at 50 GB/s, 2 rounds
-    # of 8 us.
-    size = 64 << 20
-    assert mesh.all_reduce_seconds(1, size) == pytest.approx(2 * size * 7 / 8 / 450e9 + 6 * 3e-6)
-    assert mesh.all_reduce_seconds(0, size) == pytest.approx(size / 450e9 + 2 * 3e-6 + size / 2 / 50e9 + 2 * 8e-6)
+    size, h100 = 64 << 20, CLUSTERS["h100"]  # an all-reduce sends 2 (n - 1) / n of it
+    assert mesh.all_reduce_seconds(1, size) == collective_seconds(h100, "all_reduce", size * 7 // 4, range(8))
+    apart = collective_seconds(h100, "all_reduce", size // 2, (0, 8))  # of half of it, one rank on each host
+    assert mesh.all_reduce_seconds(0, size) == collective_seconds(h100, "all_reduce", size, (0, 1)) + apart
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ def measured_collectives():
 
 def test_collectives_are_measured_by_size():
     found, other = run_on_ranks(2, measured_collectives)
-    assert found == other and [(kind, n) for kind, n, _ in found] == [(kind, 2) for kind in measure_links.KINDS]
-    for _, _, rates in found:
-        sizes = [size for size, _ in rates.points]
+    assert found == other and [(this.kind, this.ranks) for this in found] == [(kind, 2) for kind in measure_links.KINDS]
+    for this in found:
+        sizes = [size for size, _ in this.rates.points]
         assert len(sizes) == 2 and sizes[1] == 4 * sizes[0]
 
 

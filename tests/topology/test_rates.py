@@ -14,6 +14,7 @@ from dtensor_compile.topology.files import device_values, find_gpu, from_values,
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Link, seconds_over, slowest
 from dtensor_compile.topology.measured_rates import H100
+from dtensor_compile.topology.published_rates import Measured
 from dtensor_compile.topology.rates import ATTENTION, ATTENTION_BACKWARD, UNMASKED, Curve, curve
 
 STEEP = Curve(((10.0, 1.0), (1000.0, 10.0), (10000.0, 10.0)))
@@ -73,7 +74,7 @@ def test_a_gpus_file_keeps_them(tmp_path):
     assert find_gpu(tmp_path / "gpu.json") == known
 
 
-MEASURED = Link(1.0, 100.0, shared=True, collectives=(("all_gather", 4, Curve(((10.0, 5.0), (1000.0, 50.0)))),))
+MEASURED = Link(1.0, 100.0, shared=True, collectives=(Measured("all_gather", 4, Curve(((10.0, 5.0), (1000.0, 50.0)))),))
 
 
 def test_a_measured_collective_takes_what_it_took():
@@ -115,6 +116,8 @@ def test_a_topologys_file_keeps_them(tmp_path):
         ({"gather": {"2": [[1, 1]]}}, "no collective is called 'gather'"),
         ({"all_gather": {"1": [[1, 1]]}}, "'1' is no number of ranks"),
         ({"all_gather": {"2": []}}, "is a list of pairs"),
+        ({"all_gather": {"8/3": [[1, 1]]}}, "'8/3' is no number of ranks, nor one of ranks/hosts"),
+        ({"all_gather": {"8/0": [[1, 1]]}}, "'8/0' is no number of ranks"),
     ],
 )
 def test_collectives_that_are_none(collectives, message):

@@ -22,6 +22,7 @@ from dtensor_compile.compat.aot.partition import HeldNodes
 from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, keys_of_any_process
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are, waits_are_not_run
 from dtensor_compile.compat.inductor.fake_values import KnownValues
+from dtensor_compile.compat.inductor.graph_patterns import possible_patterns
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
@@ -214,8 +215,18 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     keep = functools.partial(collectives_kept, *collectives)
     inner = keep()(begins_with(header)(_graph_compiler(lowered, values, uncompiled))) if kernels else run_lowered(lower)
     inner = keys_of_any_process()(guards_of_local_sizes()(inner))
-    with keys_of_any_process(), guards_of_local_sizes(), quick_starts(), rebuild_damaged_libraries(), keep():
+    with _scopes(), keep():
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches))
+
+
+@contextlib.contextmanager
+def _scopes() -> Iterator[None]:
+    """What holds while a program is compiled."""
+    scopes = (keys_of_any_process, guards_of_local_sizes, quick_starts, rebuild_damaged_libraries, possible_patterns)
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope())
+        yield
 
 
 def _graph_compiler(
@@ -229,7 +240,7 @@ def _graph_compiler(
 
     inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
     inner = waits_are_not_run()(inner)
-    inner = rare_collections()(values.hold()(inner))
+    inner = rare_collections()(values.hold()(possible_patterns()(inner)))
     return inner if uncompiled is None else run_uncompiled(inner, lowered, uncompiled)
 
 
