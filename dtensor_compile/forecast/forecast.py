@@ -62,7 +62,6 @@ DEFAULTS = StepSettings()
 #: Number of holders of the peak that a plan names.
 HOLDERS = 12
 
-
 #: Changes a training step before it runs.
 Prepare = Callable[[Training], Training]
 
@@ -282,8 +281,8 @@ _ERRORS = {"measured": 0.15, "guess": 0.25, "vendor's figures": 0.5}
 
 def _rests_on(gpu: Gpu, cluster: Cluster) -> tuple[model.Basis, ...]:
     memory = (
-        "what the generated code and eager ask for, and cuBLAS's workspaces; segments by the rules of torch's "
-        "allocator, within a tenth; without NCCL's buffers and the CUDA context"
+        "what the generated code and eager ask for, and cuBLAS's workspaces; segments by the rules of torch's allocator, "
+        "within a tenth; without NCCL's buffers and the CUDA context"
     )
     return (
         model.Basis("memory", memory, "simulated", 0.01),
@@ -295,11 +294,12 @@ def _rests_on(gpu: Gpu, cluster: Cluster) -> tuple[model.Basis, ...]:
 
 def _basis_of_links(cluster: Cluster) -> model.Basis:
     """Published: nine of ten figures that the presets were not made from are within 17% (docs/planning.md)."""
-    quality, error = "measured", 0.15
-    if CLUSTERS.get(cluster.name) is not None:
-        quality, error = ("published", 0.2) if cluster.inside.collectives else ("vendor's figures", 0.3)
-    of_nccl = ", NCCL's model, published runs of nccl-tests" if quality == "published" else ""
-    return model.Basis("collectives", f"links of {cluster.name}{of_nccl}", quality, error)
+    preset, text = CLUSTERS.get(cluster.name), f"links of {cluster.name}"
+    if preset is None or (preset.inside, preset.between) != (cluster.inside, cluster.between):
+        return model.Basis("collectives", text, "measured", 0.15)
+    if not cluster.inside.collectives:
+        return model.Basis("collectives", text, "vendor's figures", 0.3)
+    return model.Basis("collectives", f"{text}, NCCL's model, published runs of nccl-tests", "published", 0.2)
 
 
 def _time(timing: Schedule, starts: Sequence[float], marks: _Marks, host: float) -> model.StepTime:

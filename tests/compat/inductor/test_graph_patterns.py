@@ -27,8 +27,7 @@ def added(x, y, z):
 
 
 def passes():
-    joint_graph.lazy_init(None)
-    post_grad.lazy_init(None)
+    torch.compile(torch.neg)(torch.ones(2))  # registers them
     return [*joint_graph.pass_patterns, joint_graph.early_patterns, *post_grad.pass_patterns]
 
 
