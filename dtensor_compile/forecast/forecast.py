@@ -1,7 +1,7 @@
 """Makes a plan: runs a training step of a target on a simulated rank and an emulated GPU, and reads its log.
 
-Input: a target and its job, a GPU and a cluster. Output: a `StepPlan`. The program runs twice, since an optimizer makes
-its states in its first step: figures are those of the second.
+A target and its job, a GPU and a cluster give a `StepPlan`. The program runs twice, as an optimizer makes its states in
+its first step: figures are those of the second.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ KERNELS = "DTENSOR_COMPILE_PLANNED_KERNELS"
 DEFAULTS = StepSettings()
 #: Number of holders of the peak that a plan names.
 HOLDERS = 12
-
 #: Changes a training step before it runs.
 Prepare = Callable[[Training], Training]
 
@@ -85,7 +84,7 @@ class _Marks:
 
 @dataclass(frozen=True)
 class _Observed:
-    """A program that has made its steps.
+    """A program that made its steps.
 
     Attributes:
         training, log, recording: the program, the work that the device was given, and the compilations.
@@ -239,9 +238,9 @@ def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, se
     issue = [issue_seconds(before, request) for before, request in zip([None, *requests], requests)]
     timing = schedule(operations, seen.collectives, cluster, lambda sent: sent.mesh_dim, issue)
     starts = _starts(timing, len(operations))
-    forward_flops = sum(operation.flops for operation in operations[: marks.backward.requests - marks.forward.requests])
-    flops = sum(operation.flops for operation in operations)
-    model_flops = 3 * forward_flops if flops > forward_flops else forward_flops
+    forward = marks.backward.requests - marks.forward.requests
+    forward_flops, flops = (sum(this.flops for this in part) for part in (operations[:forward], operations))
+    model_flops = (3 if flops > forward_flops else 1) * forward_flops
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     peak = gpu.device.operations_per_second(_itemsize(operations), tf32)
     settings = seen.training.settings
@@ -281,8 +280,8 @@ _ERRORS = {"measured": 0.15, "guess": 0.25, "vendor's figures": 0.5}
 
 def _rests_on(gpu: Gpu, cluster: Cluster) -> tuple[model.Basis, ...]:
     memory = (
-        "what the generated code and eager ask for, and cuBLAS's workspaces; segments by the rules of torch's allocator, "
-        "within a tenth; without NCCL's buffers and the CUDA context"
+        "what the generated code and eager ask for, and cuBLAS's workspaces; segments by the rules of torch's "
+        "allocator, within a tenth; without NCCL's buffers and the CUDA context"
     )
     return (
         model.Basis("memory", memory, "simulated", 0.01),
@@ -297,7 +296,7 @@ def _basis_of_links(cluster: Cluster) -> model.Basis:
     preset, text = CLUSTERS.get(cluster.name), f"links of {cluster.name}"
     if preset is None or (preset.inside, preset.between) != (cluster.inside, cluster.between):
         return model.Basis("collectives", text, "measured", 0.15)
-    if not cluster.inside.collectives:
+    if not preset.inside.collectives:
         return model.Basis("collectives", text, "vendor's figures", 0.3)
     return model.Basis("collectives", f"{text}, NCCL's model, published runs of nccl-tests", "published", 0.2)
 
