@@ -31,6 +31,7 @@ from dtensor_compile.compat.aot.random_state import without_state
 from dtensor_compile.compat.emulation.emulated_gpu import emulated
 from dtensor_compile.compat.emulation.emulated_inductor import Hooks, Watch
 from dtensor_compile.compat.inductor.triton import Binary, compile_kernel, driver_for, load_kernel
+from dtensor_compile.fixups.failing_backward import raise_error_op, raise_text
 from dtensor_compile.topology.files import find_gpu
 from dtensor_compile.topology.gpus import Gpu
 
@@ -221,13 +222,16 @@ _POINTERS = re.compile(r"^def \w+\(((?:in|out)_[^)]*)\)", re.MULTILINE)
 
 
 class _Requests:
-    """Records the operators that generated code calls as steps; a wait has the number of its start."""
+    """Records the operators that generated code calls as steps; a wait has the number of its start. What stands for an
+    error of the backward pass raises it."""
 
     def __init__(self, graph: EmulatedGraph, issued: Callable[[IssuedStep], None]) -> None:
         self.graph, self.issued, self.started = graph, issued, dict[int, tuple[str, int]]()
 
     def __call__(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         func, args, result, _ = without_state(func, args, result)
+        if func is raise_error_op:
+            raise_text(args[-1])
         name = func._name.split("::")[-1].split(".")[0]
         if func.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
             self.issued(IssuedStep("operator", name))

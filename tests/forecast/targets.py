@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, HIDDEN, ROWS, HEADS = 64, 256, 32, 2
@@ -121,3 +122,22 @@ def layers(mesh):
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layer, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"]), torch.zeros(ROWS, WIDTH)
+
+
+class Unfinished(nn.Module):
+    """A loss over classes in shards, whose gradient eager refuses outside of ``loss_parallel``."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.linear = parallelize_module(
+            nn.Linear(WIDTH, WIDTH), mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        )
+
+    def forward(self, x):
+        logits = self.linear(x)
+        with loss_parallel():
+            return F.cross_entropy(logits, torch.zeros(ROWS, dtype=torch.long, device=x.device))
+
+
+def raises_in_backward(mesh):
+    return Unfinished(mesh), (torch.randn(ROWS, WIDTH),)

@@ -206,6 +206,7 @@ def test_the_command(tmp_path, capsys):
     [
         (["frozen"], "needs no gradient: there is nothing to train"),
         (["reads_a_value"], "raises: .*targets.py"),
+        (["raises_in_backward"], "raises: RuntimeError: aten.nll_loss_backward.default got mixed"),
         (["missing"], "has no 'missing'"),
         (["tensor_parallel", "--gpu", "h1000"], "h1000"),
         (["tensor_parallel", "--loss", "none"], "--loss none is none of sum, mean, cross_entropy"),
