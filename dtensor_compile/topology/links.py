@@ -169,21 +169,27 @@ def together(links: Sequence[Link]) -> Link:
     return lowest.of_group(hosts, per_host, lowest.inside)
 
 
-#: Links by name. Bandwidth: vendors' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand
-#: and Ethernet per port, at line rate). Latency: typical of a collective's message through NCCL, for Ethernet through
-#: gloo over TCP. Loopback is a laptop's: copies through main memory, which all ranks share. Collectives: published.
+#: Parts of vendors' bandwidths that collectives reach: NCCL counts on 18 x 20.6 GB/s of the 450 GB/s of NVLink 4
+#: (``src/graph/topo.h``), and published runs on two to eight hosts reach this much of their network cards
+#: (`topology/published_rates.py`).
+_OF_NVLINK, _OF_NETWORK = 0.82, 0.92
+
+#: Links by name. Bandwidth: what is reached of vendors' figures per device and direction (NVLink 2 to 5; PCIe with 16
+#: lanes; InfiniBand per port), for Ethernet the line rate. Latency: typical of a collective's message through NCCL, for
+#: Ethernet through gloo over TCP. Loopback is a laptop's: copies through main memory, which all ranks share.
+#: Collectives: published.
 LINKS: dict[str, Link] = {
-    "nvlink2": Link(3e-6, 150e9),
-    "nvlink3": Link(3e-6, 300e9, collectives=published_rates.NVLINK3),
-    "nvlink4": Link(3e-6, 450e9, collectives=published_rates.NVLINK4),
-    "nvlink5": Link(3e-6, 900e9, collectives=published_rates.NVLINK5),
-    "pcie3": Link(6e-6, 15.75e9),
-    "pcie4": Link(6e-6, 31.5e9),
-    "pcie5": Link(6e-6, 63e9),
-    "infiniband-edr": Link(8e-6, 12.5e9),
-    "infiniband-hdr": Link(8e-6, 25e9),
-    "infiniband-ndr": Link(8e-6, 50e9, collectives=published_rates.NDR),
-    "infiniband-ndr-b200": Link(8e-6, 50e9, collectives=published_rates.NDR_B200),
+    "nvlink2": Link(3e-6, _OF_NVLINK * 150e9),
+    "nvlink3": Link(3e-6, _OF_NVLINK * 300e9, collectives=published_rates.NVLINK3),
+    "nvlink4": Link(3e-6, _OF_NVLINK * 450e9, collectives=published_rates.NVLINK4),
+    "nvlink5": Link(3e-6, _OF_NVLINK * 900e9, collectives=published_rates.NVLINK5),
+    "pcie3": Link(6e-6, _OF_NVLINK * 15.75e9),
+    "pcie4": Link(6e-6, _OF_NVLINK * 31.5e9),
+    "pcie5": Link(6e-6, _OF_NVLINK * 63e9),
+    "infiniband-edr": Link(8e-6, _OF_NETWORK * 12.5e9),
+    "infiniband-hdr": Link(8e-6, _OF_NETWORK * 25e9),
+    "infiniband-ndr": Link(8e-6, _OF_NETWORK * 50e9, collectives=published_rates.NDR),
+    "infiniband-ndr-b200": Link(8e-6, _OF_NETWORK * 50e9, collectives=published_rates.NDR_B200),
     "ethernet-1g": Link(1e-4, 125e6, shared=True),
     "ethernet-10g": Link(5e-5, 1.25e9, shared=True),
     "ethernet-25g": Link(3e-5, 3.125e9, shared=True),

@@ -68,14 +68,11 @@ _TREE = (
 )
 #: PAT: its part of the bandwidth, seconds to start, of a message, and for each rank.
 _PAT_SHARE, _PAT_BASE, _PAT_MESSAGE, _PAT_RANK = 0.75, 8.0e-6, 4.0e-6, 2.8e-6
-#: Parts of vendors' bandwidths that NCCL counts on: 18 links of 20.6 GB/s for the 450 GB/s of NVLink 4 (``topo.h``); of
-#: network cards what published runs on two to eight hosts reach (`topology/published_rates.py`).
-_CARRIED_INSIDE, _CARRIED = 0.82, 0.92
 
 
 def seconds(kind: str, sent: float, group: Hops) -> float:
     """Seconds of a collective in which each rank of a group sends `sent` bytes, as a ring counts them."""
-    inside, between = group.bandwidth_inside * _CARRIED_INSIDE, group.bandwidth * _CARRIED
+    inside, between = group.bandwidth_inside, group.bandwidth
     if kind == "all_to_all":
         leaves = sent * (group.ranks - group.per_host) / (group.ranks - 1)
         stays = (sent - leaves) / inside
