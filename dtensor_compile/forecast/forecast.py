@@ -12,8 +12,7 @@ import dataclasses
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,9 +21,9 @@ from dtensor_compile.compat.dynamo.observers.observe import uncompiled
 from dtensor_compile.compat.emulation.emulated_gpu import reads_values
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.forecast import step_plan as model
-from dtensor_compile.forecast.allocator import reserved_by
 from dtensor_compile.forecast.host_costs import HOST_BASIS, issue_seconds
-from dtensor_compile.forecast.memory_use import KINDS, kind_of, use_of_step
+from dtensor_compile.forecast.observed_step import Marks, Observed, Point
+from dtensor_compile.forecast.planned_memory import memory_of_step
 from dtensor_compile.forecast.script_steps import ScriptLog, run_steps, script_training
 from dtensor_compile.forecast.step_log import Allocation, StepLog
 from dtensor_compile.forecast.timeline import timeline_of
@@ -32,7 +31,7 @@ from dtensor_compile.forecast.training import OnPhase, StepSettings, Training
 from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
-from dtensor_compile.recording.recorder import Recording, record
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.breaks import graph_breaks
 from dtensor_compile.report.run_target import Job, mesh_of
 from dtensor_compile.report.schedule import Schedule, schedule
@@ -51,58 +50,12 @@ from dtensor_compile.topology.links import CLUSTERS, Cluster
 
 #: Names of mesh dims over which a batch is split, by their beginnings.
 DATA_DIMS = ("dp", "ddp", "fsdp", "data", "replicate", "shard")
-#: Bytes of the workspace that cuBLAS gets from torch, by the major compute capability (``CUDABlas.cpp``:
-#: ``parseChosenWorkspaceSize``), once for each thread that multiplies: the program's, and autograd's.
-_WORKSPACE = {9: 4096 * 8 * 1024, 10: 4096 * 8 * 1024}
-_WORKSPACE_ELSE = 4096 * 1024 * 2 + 16 * 1024 * 8
 #: Environment variable with a folder for compiled Triton kernels, which plans of a sweep share.
 KERNELS = "DTENSOR_COMPILE_PLANNED_KERNELS"
 #: The default settings of a step.
 DEFAULTS = StepSettings()
-#: Number of holders of the peak that a plan names.
-HOLDERS = 12
 #: Changes a training step before it runs.
 Prepare = Callable[[Training], Training]
-
-
-class _Point(NamedTuple):
-    """A point of a log: numbers of requests and of changes of memory before it."""
-
-    requests: int
-    changes: int
-
-
-@dataclass
-class _Marks:
-    """The points at which the phases of the last step begin."""
-
-    forward: _Point
-    backward: _Point
-    rest: _Point
-    end: _Point
-
-
-@dataclass(frozen=True)
-class _Observed:
-    """A program that made its steps.
-
-    Attributes:
-        training, log, recording: the program, the work that the device was given, and the compilations.
-        marks: of the last step.
-        owned: kinds of the allocations that objects of the program own.
-        operations, collectives: of the last step, one operation for each request.
-    """
-
-    training: Training
-    log: StepLog
-    recording: Recording
-    marks: _Marks
-    owned: Mapping[Allocation, str]
-    operations: Sequence[Operation]
-    collectives: Sequence[SentCollective]
-
-    def kind(self, this: Allocation) -> str:
-        return kind_of(this, self.owned, self.marks.forward.requests, self.marks.backward.requests)
 
 
 def make_plan(
@@ -157,7 +110,7 @@ def make_plan(
                     training = prepare(training)
                 marks, owned = _run(training, log, lambda on_phase: _twice(training, on_phase))
         operations, collectives = log.operations(recording, marks.forward.requests, marks.end.requests)
-        seen = _Observed(training, log, recording, marks, owned, operations, collectives)
+        seen = Observed(training, log, recording, marks, owned, operations, collectives)
         return _plan(target, this, emulated, machine, seen)
 
 
@@ -200,11 +153,11 @@ def _twice(training: Training, on_phase: OnPhase) -> None:
         training.step(on_phase)
 
 
-def _run(training: Training, log: StepLog, run: Callable[[OnPhase], None]) -> tuple[_Marks, dict[Allocation, str]]:
+def _run(training: Training, log: StepLog, run: Callable[[OnPhase], None]) -> tuple[Marks, dict[Allocation, str]]:
     """Runs steps; returns the points of the phases of the last one, and the kinds of the allocations that the program's
     objects own."""
     kinds: dict[Allocation, str] = {}
-    points: dict[str, _Point] = {}
+    points: dict[str, Point] = {}
 
     def own(kind: str, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -214,7 +167,7 @@ def _run(training: Training, log: StepLog, run: Callable[[OnPhase], None]) -> tu
                     this.of_parameters = this.written = True
 
     def on_phase(phase: str) -> None:
-        points[phase] = _Point(log.now, len(log.changes))
+        points[phase] = Point(log.now, len(log.changes))
         if phase in ("forward", "optimizer"):  # in between, a wrapper may have gathered ones in their place
             own("parameters", training.parameters())
         own("optimizer states", training.states())
@@ -228,11 +181,12 @@ def _run(training: Training, log: StepLog, run: Callable[[OnPhase], None]) -> tu
         inside = range(points["forward"].requests, points["end"].requests)
         backward = [number for number in inside if log.is_backward(number)]
         begin, end = (backward[0], backward[-1] + 1) if backward else (inside.stop, inside.stop)
-        points["backward"], points["rest"] = _Point(begin, 0), _Point(end, 0)  # changes are asked for the step alone
-    return _Marks(*(points[phase] for phase in ("forward", "backward", "rest", "end"))), kinds
+        points["backward"], points["rest"] = Point(begin, 0), Point(end, 0)  # changes are asked for the step alone
+    known = ("forward", "loss", "backward", "rest", "optimizer", "end")
+    return Marks(**{phase: points[phase] for phase in known if phase in points}), kinds
 
 
-def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, seen: _Observed) -> model.StepPlan:
+def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, seen: Observed) -> model.StepPlan:
     marks, operations, gpu = seen.marks, seen.operations, emulated.gpu
     requests = seen.log.requests[marks.forward.requests : marks.end.requests]
     issue = [issue_seconds(before, request) for before, request in zip([None, *requests], requests)]
@@ -256,7 +210,7 @@ def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, se
         loss=settings.loss,
         optimizer=settings.optimizer,
         clip=settings.clip,
-        memory=_memory(seen, starts, gpu),
+        memory=memory_of_step(seen, starts, gpu),
         time=_time(timing, starts, marks, sum(issue)),
         communication=_communication(timing, seen.collectives),
         flops=flops,
@@ -301,7 +255,7 @@ def _basis_of_links(cluster: Cluster) -> model.Basis:
     return model.Basis("collectives", f"{text}, NCCL's model, published runs of nccl-tests", "published", 0.2)
 
 
-def _time(timing: Schedule, starts: Sequence[float], marks: _Marks, host: float) -> model.StepTime:
+def _time(timing: Schedule, starts: Sequence[float], marks: Marks, host: float) -> model.StepTime:
     compute = sum(timed.seconds for timed in timing.compute)
     exposed = sum(timing.exposed)
     sent = sum(timed.seconds for timed in timing.communication)
@@ -327,46 +281,6 @@ def _starts(timing: Schedule, requests: int) -> list[float]:
     for index in range(requests - 1, -1, -1):
         starts[index] = min(starts[index], starts[index + 1])
     return starts
-
-
-def _memory(seen: _Observed, starts: Sequence[float], gpu: Gpu) -> model.StepMemory:
-    marks = seen.marks
-    use = use_of_step(seen.log.changes, seen.kind, marks.forward.changes, marks.end.changes)
-    first, peak = marks.forward.requests, use.peak
-    at = seen.operations[min(max(0, peak.requests - first), len(seen.operations) - 1)]
-    _, reserved = reserved_by(use.blocks)
-    threads = 2 if marks.rest.requests > marks.backward.requests else 1
-    fixed = threads * _WORKSPACE.get(gpu.capability[0], _WORKSPACE_ELSE)
-    return model.StepMemory(
-        kinds=KINDS,
-        over_time=tuple(
-            model.MemoryAt(starts[max(0, at.requests - first)], tuple(at.bytes[kind] for kind in KINDS))
-            for at in use.uses
-        ),
-        peak=peak.total,
-        peak_of_kinds=tuple(peak.bytes[kind] for kind in KINDS),
-        peak_where=at.where,
-        peak_module=at.module,
-        holders=_holders(use.held, seen),
-        reserved=reserved,
-        fixed=fixed,
-        capacity=gpu.bytes,
-        fits=reserved + fixed <= gpu.bytes,
-    )
-
-
-def _holders(held: Sequence[Allocation], seen: _Observed) -> tuple[model.Holder, ...]:
-    sums: dict[tuple[str, str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
-    for this in held:
-        kind, where, module = seen.kind(this), "", ""
-        place = this.born - seen.marks.forward.requests
-        if this not in seen.owned and 0 <= place < len(seen.operations):
-            where, module = this.where or seen.operations[place].where, seen.operations[place].module
-        entry = sums[kind, where, module]
-        entry[0] += this.bytes
-        entry[1] += 1
-    rows = [model.Holder(*key, *value) for key, value in sums.items()]
-    return tuple(sorted(rows, key=lambda row: -row.bytes)[:HOLDERS])
 
 
 def _communication(timing: Schedule, collectives: Sequence[SentCollective]) -> tuple[model.Communication, ...]:

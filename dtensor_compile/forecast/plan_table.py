@@ -105,8 +105,8 @@ _ADVICE = {
 
 
 def _memory_table(memory: StepMemory) -> Table:
-    where = f"{memory.peak_module or memory.peak_where or 'between graphs'}"
-    table = Table(title=f"memory at the peak, {size_text(memory.peak)} at {where}", title_justify="left")
+    where = memory.peak_module or memory.peak_where or "compiled code"
+    table = Table(title=f"memory at the peak, {size_text(memory.peak)} in {where}", title_justify="left")
     table.add_column("held by")
     table.add_column("bytes", justify="right")
     table.add_column("most of it", overflow="fold")

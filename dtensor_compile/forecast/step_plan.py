@@ -55,7 +55,7 @@ class StepMemory:
         kinds: by which memory is broken down.
         over_time: at the points where it changes.
         peak: bytes that are allocated at most; `peak_of_kinds` are those of each kind at that point.
-        peak_where, peak_module: the user's line and the module of the request at that point.
+        peak_where, peak_module: the user's line, or what runs in eager, and the module of the request at that point.
         holders: the allocations that hold it, the largest first.
         reserved: bytes of the caching allocator's segments.
         fixed: bytes that the device needs besides: libraries' workspaces.

@@ -27,7 +27,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optim
 }
 LOSSES = ("sum", "mean", "cross_entropy")
 
-#: Called with the name of a phase that begins: ``"forward"``, ``"backward"``, ``"rest"``, ``"optimizer"``, ``"end"``.
+#: Called with the name of a phase that begins: ``"forward"``, ``"loss"``, ``"backward"``, ``"rest"``, ``"optimizer"``,
+#: ``"end"``.
 OnPhase = Callable[[str], None]
 
 
@@ -110,7 +111,10 @@ class Training:
             on_phase("end")
             return
         parameters = [p for p in self.parameters() if isinstance(p, torch.nn.Parameter) and p.requires_grad]
-        loss = self.loss(self.program.call(self.run))
+        result = self.program.call(self.run)
+        on_phase("loss")
+        loss = self.loss(result)
+        del result
         on_phase("backward")
         loss.backward()
         del loss

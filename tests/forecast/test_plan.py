@@ -61,6 +61,13 @@ def test_memory_over_time_adds_up(tensor_parallel):
     assert first["gradients"] == first["temporaries"] == 0
 
 
+def test_what_runs_in_eager_is_named():
+    """Of logits that are larger than all else."""
+    held = {holder.where: holder for holder in plan_of("classes", loss="cross_entropy").memory.holders}
+    assert held["the loss"].kind == "saved activations" and held["the loss"].bytes >= 8 * 256 * 4096 * 4
+    assert "eager operators of the backward pass" in held
+
+
 def test_time_adds_up(tensor_parallel):
     time = tensor_parallel.time
     assert time.compute + time.exposed + time.idle == pytest.approx(time.step)
