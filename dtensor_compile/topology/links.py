@@ -246,17 +246,7 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
         return messages * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
     seconds = _formula(link, backend, kind, bytes_sent, n)
     known = link.nearest(kind, n)
-    if not known:
-        return seconds
-    took, formula = zip(*(_measured_seconds(this, link, backend, bytes_sent) for this in known))
-    part = math.log(n / known[0].ranks) / math.log(known[-1].ranks / known[0].ranks) if len(known) > 1 else 0.0
-    if part == 0.0:
-        return seconds * took[0] / formula[0]
-    whole = link.of_group(
-        max(1, n * known[0].hosts // known[0].ranks), known[0].ranks // (known[0].hosts or 1), link.inside
-    )
-    shape = seconds / _formula(whole, backend, kind, bytes_sent, n) if known[0].hosts else 1.0
-    return shape * took[0] ** (1 - part) * took[1] ** part
+    return _corrected(link, backend, seconds, bytes_sent, n, known) if known else seconds
 
 
 def startup_seconds(cluster: Cluster, kind: str, ranks: Sequence[int]) -> float:
@@ -274,17 +264,45 @@ def _formula(link: Link, backend: str, kind: str, bytes_sent: float, n: int) -> 
     return rounds(kind, n) * link.latency + traffic(backend, kind, n) * bytes_sent / link.rate(kind, n)
 
 
-def _measured_seconds(this: Measured, link: Link, backend: str, bytes_sent: float) -> tuple[float, float]:
-    """Seconds of a collective as it was measured, and by the formula; for a size that was not measured they differ as
-    for the nearest that was."""
-    sizes = [size for size, _ in this.rates.points]
-    size = min(max(bytes_sent, sizes[0]), sizes[-1])
-    hosts = this.hosts or max(1, this.ranks // link.per_host if link.hosts > 1 else 1)
-    group = link.of_group(hosts, this.ranks // hosts, link.inside)
-    formula = _formula(group, backend, this.kind, bytes_sent, this.ranks)
-    if size == bytes_sent:
-        return this.rates.seconds(size), formula
-    return formula * this.rates.seconds(size) / _formula(group, backend, this.kind, size, this.ranks), formula
+def _corrected(link: Link, backend: str, seconds: float, bytes_sent: float, n: int, known: Sequence[Measured]) -> float:
+    """Seconds of a collective, corrected by measured ones with fewer and with more ranks, or with either.
+
+    Where much is sent, both differ from the formula by the same factor; what a measured one takes besides changes as
+    the time does in which nothing is sent. So a measured collective takes what it took."""
+    kind, shape, ranks = known[0].kind, known[0], known[0].ranks
+    factor, took = (math.log(value) for value in _measured(shape, link, backend, bytes_sent))
+    if len(known) > 1:  # what whole groups of `n` ranks take is between what those two took
+        part, ranks = math.log(n / ranks) / math.log(known[1].ranks / ranks), n
+        other = [math.log(value) for value in _measured(known[1], link, backend, bytes_sent)]
+        factor, took = factor + part * (other[0] - factor), took + part * (other[1] - took)
+    group = _group_of(shape, link, ranks)
+    besides = math.exp(took) - math.exp(factor) * _formula(group, backend, kind, bytes_sent, ranks)
+    starts = _formula(link, backend, kind, 0, n) / _formula(group, backend, kind, 0, ranks)
+    return math.exp(factor) * seconds + besides * (starts if besides > 0 else min(1.0, starts))
+
+
+def _measured(this: Measured, link: Link, backend: str, bytes_sent: float) -> tuple[float, float]:
+    """What a measured collective takes relative to the formula where much is sent, and its seconds; for sizes outside
+    of those that were measured they differ from the formula as for the nearest."""
+    group = _group_of(this, link, this.ranks)
+
+    def formula(size: float) -> float:
+        return _formula(group, backend, this.kind, size, this.ranks)
+
+    smallest, largest = this.rates.points[0][0], this.rates.points[-1][0]
+    size = min(max(bytes_sent, smallest), largest)
+    took = (
+        this.rates.seconds(size)
+        if size == bytes_sent
+        else this.rates.seconds(size) * formula(bytes_sent) / formula(size)
+    )
+    return this.rates.seconds(largest) / formula(largest), took
+
+
+def _group_of(this: Measured, link: Link, ranks: int) -> Link:
+    """What a group of so many ranks has of a link that is spread as a measured one was."""
+    per_host = this.ranks // this.hosts if this.hosts else link.per_host if link.hosts > 1 else ranks
+    return link.of_group(max(1, ranks // per_host), min(ranks, per_host), link.inside)
 
 
 def seconds_in_turn(link: Link, backend: str, kind: str, bytes_sent: float, n: int) -> tuple[float, float]:

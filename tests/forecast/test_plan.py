@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_compile.cli import main
 from dtensor_compile.forecast.forecast import make_plan
 from dtensor_compile.forecast.host_costs import HOST_DISPATCH, HOST_DISPATCHED, issue_seconds
+from dtensor_compile.forecast.observed_step import Marks, Point
 from dtensor_compile.forecast.step_log import StepLog
 from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
 from dtensor_compile.forecast.training import StepSettings
@@ -62,10 +63,19 @@ def test_memory_over_time_adds_up(tensor_parallel):
 
 
 def test_what_runs_in_eager_is_named():
-    """Of logits that are larger than all else."""
-    held = {holder.where: holder for holder in plan_of("classes", loss="cross_entropy").memory.holders}
-    assert held["the loss"].kind == "saved activations" and held["the loss"].bytes >= 8 * 256 * 4096 * 4
-    assert "eager operators of the backward pass" in held
+    """Where clipping and the optimizer hold most: of a model whose gradients are larger than what it computes."""
+    memory = plan_of("classes", loss="cross_entropy", clip=1.0).memory
+    assert memory.peak_where == "the optimizer" and not memory.peak_module
+    points = {"forward": 10, "loss": 12, "backward": 15, "rest": 20, "optimizer": 22, "end": 30}
+    marks = Marks(**{name: Point(requests, 0) for name, requests in points.items()})
+    assert [marks.part_at(requests) for requests in (9, 10, 13, 15, 21, 29)] == [
+        "",
+        "eager operators of the forward pass",
+        "the loss",
+        "eager operators of the backward pass",
+        "clipping of gradients",
+        "the optimizer",
+    ]
 
 
 def test_time_adds_up(tensor_parallel):
