@@ -8,6 +8,7 @@ Sizes and rules are those of torch's native allocator (``c10/cuda/CUDACachingAll
     the smallest free block that is large enough is taken, and split if more than 512 bytes (small ones) or 1 MiB (large
     ones) are left
     freed blocks are merged with free neighbours of their segment; segments are kept
+    where a new segment does not fit into the device, those without a block in use are given back to it first
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MIN_BLOCK = 512
 SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
@@ -35,11 +37,16 @@ class CachingAllocator:
 
     Attributes:
         allocated, peak_allocated: bytes of blocks in use, now and at most.
-        reserved: bytes of all segments. They only grow.
+        reserved, peak_reserved: bytes of all segments.
+        releases: how often segments were given back to the device.
+
+    Args:
+        capacity: bytes of the device; None: as many as are asked for. What does not fit is reserved nevertheless.
     """
 
-    def __init__(self) -> None:
-        self.allocated = self.peak_allocated = self.reserved = 0
+    def __init__(self, capacity: int | None = None) -> None:
+        self.allocated = self.peak_allocated = self.reserved = self.peak_reserved = self.releases = 0
+        self._capacity = capacity
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._number = 0
         self._numbers: dict[_Block, int] = {}
@@ -56,7 +63,10 @@ class CachingAllocator:
             block.free = False
         else:
             block = _Block(_segment(size), small)
+            if self._capacity is not None and self.reserved + block.size > self._capacity:
+                self._give_back()
             self.reserved += block.size
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
         rest = block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL:
             remaining = _Block(rest, small, before=block, after=block.after)
@@ -86,6 +96,16 @@ class CachingAllocator:
                 block.size += other.size
         self._give(block)
 
+    def _give_back(self) -> None:
+        """Gives the segments without a block in use back to the device."""
+        whole = [
+            block for free in self._free.values() for *_, block in free if block.before is None and block.after is None
+        ]
+        for block in whole:
+            self._take(block)
+            self.reserved -= block.size
+        self.releases += bool(whole)
+
     def _give(self, block: _Block) -> None:
         block.free, self._number = True, self._number + 1
         self._numbers[block] = self._number
@@ -102,16 +122,25 @@ def _segment(size: int) -> int:
     return LARGE_SEGMENT if size < LARGE else -(-size // LARGE_ROUND) * LARGE_ROUND
 
 
-def reserved_by(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Peak bytes in use, and bytes of the allocator's segments.
+class Reserved(NamedTuple):
+    """Peak bytes in use, peak bytes of the allocator's segments, and how often it gave segments back."""
+
+    allocated: int
+    segments: int
+    releases: int
+
+
+def reserved_by(sizes: Iterable[tuple[int, int]], capacity: int | None = None) -> Reserved:
+    """What the allocator makes of allocations.
 
     Args:
         sizes: events in order: number and size of an allocation, or its number and 0 where it is freed.
+        capacity: as `CachingAllocator` takes it.
     """
-    allocator, blocks = CachingAllocator(), dict[int, _Block]()
+    allocator, blocks = CachingAllocator(capacity), dict[int, _Block]()
     for number, size in sizes:
         if size:
             blocks[number] = allocator.allocate(size)
         elif number in blocks:
             allocator.release(blocks.pop(number))
-    return allocator.peak_allocated, allocator.reserved
+    return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.releases)

@@ -115,7 +115,8 @@ def _memory_table(memory: StepMemory) -> Table:
             first = next((h for h in memory.holders if h.kind == kind and h.where), None)
             line = f"{size_text(first.bytes)} {first.module or first.where}" if first is not None else ""
             table.add_row(kind, size_text(bytes), line)
-    table.add_row("segments of the allocator", size_text(memory.reserved), "", style="dim")
+    released = f"given back and made anew {memory.releases} times, to fit" if memory.releases else ""
+    table.add_row("segments of the allocator", size_text(memory.reserved), released, style="dim")
     table.add_row("workspaces of libraries", size_text(memory.fixed), "", style="dim")
     return table
 

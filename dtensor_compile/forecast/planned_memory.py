@@ -33,9 +33,9 @@ def memory_of_step(seen: Observed, starts: Sequence[float], gpu: Gpu) -> model.S
     use = use_of_step(seen.log.changes, seen.kind, marks.forward.changes, marks.end.changes)
     first, peak = marks.forward.requests, use.peak
     where, module = seen.place(min(max(first, peak.requests), first + len(seen.operations) - 1))
-    _, reserved = reserved_by(use.blocks)
     threads = 2 if marks.rest.requests > marks.backward.requests else 1
     fixed = threads * _WORKSPACE.get(gpu.capability[0], _WORKSPACE_ELSE)
+    reserved = reserved_by(use.blocks, gpu.bytes - fixed)
     return model.StepMemory(
         kinds=KINDS,
         over_time=tuple(
@@ -47,10 +47,11 @@ def memory_of_step(seen: Observed, starts: Sequence[float], gpu: Gpu) -> model.S
         peak_where=where,
         peak_module=module,
         holders=_holders(use.held, seen),
-        reserved=reserved,
+        reserved=reserved.segments,
         fixed=fixed,
         capacity=gpu.bytes,
-        fits=reserved + fixed <= gpu.bytes,
+        fits=reserved.segments + fixed <= gpu.bytes,
+        releases=reserved.releases,
     )
 
 

@@ -14,7 +14,7 @@ from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.forecast.timeline import Timeline
 from dtensor_compile.report.dataclass_forms import read_as
 
-VERSION = "1.1"
+VERSION = "1.2"
 
 
 class PlanFormatError(DTensorCompileError, ValueError):
@@ -57,10 +57,12 @@ class StepMemory:
         peak: bytes that are allocated at most; `peak_of_kinds` are those of each kind at that point.
         peak_where, peak_module: the user's line, or what runs in eager, and the module of the request at that point.
         holders: the allocations that hold it, the largest first.
-        reserved: bytes of the caching allocator's segments.
+        reserved: bytes of the caching allocator's segments at most.
         fixed: bytes that the device needs besides: libraries' workspaces.
         capacity: of the device.
         fits: whether segments and fixed bytes are within the capacity.
+        releases: how often the allocator gives segments back to the device, because another one would not fit: each
+            time the device has to be idle.
     """
 
     kinds: tuple[str, ...]
@@ -74,6 +76,7 @@ class StepMemory:
     fixed: int
     capacity: int
     fits: bool
+    releases: int = 0
 
     @property
     def needed(self) -> int:

@@ -20,8 +20,9 @@ At each moment of the simulation (``simulated_device.py``)
 3. else other compute that nothing holds up, in the order given; in a second attempt not compute that takes more than
    twice as long as the collective that holds up what the next one needs, such as a whole block of a model while the
    sum of a norm's gradient is on its way, without which the gradients of the block before cannot be sent,
-4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction
-   of a gradient when that is surely done, because its input is held until then.
+4. else the wait that ends first. A wait runs just before the first task that needs it, one that ends a reduction of a
+   gradient when that is surely done, because its input is held until then: what is left to do with the gradient, such
+   as unpacking a bucket, may come much later.
 
 Over the memory bound it continues in the given order, because a postponed task may need more memory later. If that
 breaks the bound, it tries again: tasks that allocated too early for the peak are ordered after it, tasks that freed too
@@ -37,9 +38,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dtensor_compile.schedule.least_time import least_seconds
-from dtensor_compile.schedule.simulated_device import Buffer, SimulatedDevice, Task, replay, simulate
+from dtensor_compile.schedule.simulated_device import (
+    Buffer,
+    SimulatedDevice,
+    Task,
+    precede_starts,
+    replay,
+    simulate,
+    still_needed,
+)
 
-#: An unused collective counts as done after its simulated end plus this fraction of its time.
+#: The reduction of a gradient counts as done after its simulated end plus this fraction of its time.
 SLACK = 0.25
 
 #: Number of collectives that may always be in flight on a link.
@@ -166,26 +175,35 @@ class _Candidates:
         self.free: list[int] = []  # candidates that nothing holds up, lowest first
         self.toward: list[int] = []  # those of them that the next start needs
         self.held: list[tuple[float, int]] = []  # candidates that a collective holds up, by when it ends
-        self.unused: list[tuple[float, int]] = []  # waits that nothing but an output needs
+        self.ending: list[tuple[float, int]] = []  # waits for reductions that no other collective needs
+        self.sends_later = precede_starts(tasks)
         self.stray: list[int] = []  # waits that only other waits need
         self.first = 0  # of the tasks that have not run
 
     def _ready(self, index: int) -> None:
         task = self.tasks[index]
         if task.waits_for is None:
-            self._candidate(index)
+            if self._is_part_of_start(task):
+                self._execute(index)
+            else:
+                self._candidate(index)
             return
         users = [user for user in self.users[index] if self.tasks[user].waits_for is None]
-        if not self.users[index]:
-            end = self.device.ends[task.waits_for] + SLACK * self.tasks[task.waits_for].seconds
-            heapq.heappush(self.unused, (end, index))
-        elif len(users) < len(self.users[index]):
+        start = self.tasks[task.waits_for]
+        if not self.users[index] or not start.grows and not self.sends_later[index]:
+            end = self.device.ends[task.waits_for] + SLACK * start.seconds
+            heapq.heappush(self.ending, (end, index))
+        if len(users) < len(self.users[index]):
             self.stray.append(index)
         for user in users:
             self.waits[user].append(index)
             self.missing[user] -= 1
             if not self.missing[user]:
                 self._candidate(user)
+
+    def _is_part_of_start(self, task: Task) -> bool:
+        """Whether a task takes one of several results of a collective, for which another one waits."""
+        return not task.seconds and task.link is None and any(self.tasks[b].link is not None for b in task.after)
 
     def _candidate(self, index: int) -> None:
         if self.tasks[index].link is not None:
@@ -220,7 +238,7 @@ class _Candidates:
         if start == self.wanted:
             return
         self.wanted = start
-        for before in _needed(self.tasks, start, self.done) if start >= 0 else ():
+        for before in still_needed(self.tasks, start, self.done) if start >= 0 else ():
             self.marks[before] = start
         self.toward = [index for index in self.free if not self.done[index] and self.marks[index] == start]
         heapq.heapify(self.toward)
@@ -266,10 +284,20 @@ class _Arrangement(_Candidates):
             index = heapq.heappop(self.held)[1]
             if not self.done[index]:
                 self._put(index)
-        if not self.unused or self.unused[0][0] > self.device.now:
+        return self._end(self.device.now)
+
+    def _end(self, until: float = math.inf) -> bool:
+        """Runs the wait for the reduction that is done first, if it is by then; returns whether there was one."""
+        if not self._is_ending() or self.ending[0][0] > until:
             return False
-        self._execute(heapq.heappop(self.unused)[1])
+        self._execute(heapq.heappop(self.ending)[1])
         return True
+
+    def _is_ending(self) -> bool:
+        """Whether there is a reduction that nothing has waited for."""
+        while self.ending and self.done[self.ending[0][1]]:
+            heapq.heappop(self.ending)
+        return bool(self.ending)
 
     def _start(self) -> bool:
         """Runs the next start, if it may run now."""
@@ -301,7 +329,7 @@ class _Arrangement(_Candidates):
         if best is not None:
             self._execute(best)
             return True
-        if not self.free or self.held or self.unused:
+        if not self.free or self.held or self._is_ending():
             return False
         self._go_on()
         return True
@@ -346,8 +374,8 @@ class _Arrangement(_Candidates):
                 self._put(index)
             else:
                 self._go_on()
-        elif self.unused and not until > self.device.now:
-            self._execute(heapq.heappop(self.unused)[1])
+        elif not until > self.device.now and self._end():
+            pass
         elif start is not None:
             self.place += 1
             self._execute(start)
@@ -356,22 +384,11 @@ class _Arrangement(_Candidates):
 
     def _go_on(self) -> None:
         """Memory is short: frees the input of a reduction, or runs the next task of the given order."""
-        if self.unused:
-            self._execute(heapq.heappop(self.unused)[1])
+        if self._end():
             return
         index = self._turn()
         self.place += self.tasks[index].link is not None
         self._execute(index)
-
-
-def _needed(tasks: Sequence[Task], index: int, done: Sequence[bool]) -> set[int]:
-    """The tasks that are not done and have to run before one."""
-    found, stack = set[int](), [index]
-    while stack:
-        new = {before for before in tasks[stack.pop()].after if not done[before]} - found
-        found |= new
-        stack += new
-    return found
 
 
 def excess(fraction: float, peak: int) -> float:

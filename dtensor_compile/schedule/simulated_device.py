@@ -162,3 +162,23 @@ def replay(tasks: Sequence[Task], order: Sequence[int], bound: float) -> tuple[S
                 del missing[at]
             at, missing[index] = index, over
     return device.result(), missing
+
+
+def precede_starts(tasks: Sequence[Task]) -> list[bool]:
+    """For each task whether a start depends on it."""
+    found = [False] * len(tasks)
+    for index in range(len(tasks) - 1, -1, -1):
+        if found[index] or tasks[index].link is not None:
+            for before in tasks[index].after:
+                found[before] = True
+    return found
+
+
+def still_needed(tasks: Sequence[Task], index: int, done: Sequence[bool]) -> set[int]:
+    """The tasks that are not done and have to run before one."""
+    found, stack = set[int](), [index]
+    while stack:
+        new = {before for before in tasks[stack.pop()].after if not done[before]} - found
+        found |= new
+        stack += new
+    return found

@@ -47,6 +47,19 @@ def test_a_large_block_keeps_a_rest_of_up_to_a_mebibyte():
     assert allocator.reserved == 14 * MIB
 
 
+def test_where_the_device_is_full_unused_segments_are_given_back():
+    events = [(1, 30 * MIB), (1, 0), (2, 40 * MIB), (3, 30 * MIB), (2, 0), (4, 50 * MIB)]
+    assert reserved_by(events) == (80 * MIB, 120 * MIB, 0)
+    assert reserved_by(events, 120 * MIB) == (80 * MIB, 120 * MIB, 0)
+    assert reserved_by(events, 90 * MIB) == (80 * MIB, 80 * MIB, 1)  # the one of 40 MiB
+    assert reserved_by(events, 60 * MIB) == (80 * MIB, 80 * MIB, 2)  # the one of 30 MiB too: it does not fit even so
+
+
+def test_a_segment_with_a_block_in_use_stays():
+    events = [(1, 6 * MIB), (2, 6 * MIB), (1, 0), (3, 30 * MIB)]
+    assert reserved_by(events, 40 * MIB) == (36 * MIB, 50 * MIB, 0)
+
+
 def test_fragments_make_a_new_segment_although_there_is_room():
     allocator = CachingAllocator()
     first, middle, last = (allocator.allocate(6 * MIB) for _ in range(3))
@@ -82,4 +95,4 @@ def test_blocks_are_within_segments_and_all_memory_comes_back(steps):
 
 
 def test_reserved_by_events():
-    assert reserved_by([(0, 6 * MIB), (1, 6 * MIB), (0, 0), (2, 5 * MIB)]) == (12 * MIB, 20 * MIB)
+    assert reserved_by([(0, 6 * MIB), (1, 6 * MIB), (0, 0), (2, 5 * MIB)]) == (12 * MIB, 20 * MIB, 0)

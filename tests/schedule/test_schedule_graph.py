@@ -130,8 +130,8 @@ mm: [8, 8] = mm(g_1, wait_tensor)
 reduce_scatter_tensor: [4, 8] = reduce_scatter_tensor(mm, sum, 2)
 wait_tensor_2: [8, 8] = wait_tensor(all_gather_into_tensor_1)
 mm_1: [8, 8] = mm(mm, wait_tensor_2)
-reduce_scatter_tensor_1: [4, 8] = reduce_scatter_tensor(mm_1, sum, 2)
 wait_tensor_1: [4, 8] = wait_tensor(reduce_scatter_tensor)
+reduce_scatter_tensor_1: [4, 8] = reduce_scatter_tensor(mm_1, sum, 2)
 wait_tensor_3: [4, 8] = wait_tensor(reduce_scatter_tensor_1)
 return [wait_tensor_1, wait_tensor_3]
 """,
