@@ -14,7 +14,7 @@ NEWEST := build/releases/$(NEWEST_TORCH)/environment
 NEWEST_TESTS := tests/capture tests/fixups tests/compat/test_patches.py tests/test_training.py tests/test_caches.py
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: bench-links releases environment-newest test-newest demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan bench-planned-steps clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: bench-links bench-published-steps releases environment-newest test-newest demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu bench-global-plan bench-planned-steps clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -133,6 +133,10 @@ bench-agreement: $(VENV)/.installed
 
 bench-plan-memory: $(VENV)/.installed
 	$(BIN)/python tools/bench/plan_memory.py
+
+# Plans of Llama 3.1 on up to 256 GPUs against torchtitan's figures.
+bench-published-steps: $(VENV)/.installed
+	$(BIN)/python tools/bench/published_steps.py
 
 # Collectives of the presets against published runs.
 bench-links: $(VENV)/.installed
