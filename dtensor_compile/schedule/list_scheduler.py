@@ -48,7 +48,8 @@ from dtensor_compile.schedule.simulated_device import (
     still_needed,
 )
 
-#: The reduction of a gradient counts as done after its simulated end plus this fraction of its time.
+#: The reduction of a gradient counts as done after its simulated end plus this fraction of the time for which its link
+#: was busy until then: errors of estimates add up as long as it is.
 SLACK = 0.25
 
 #: Number of collectives that may always be in flight on a link.
@@ -191,7 +192,8 @@ class _Candidates:
         users = [user for user in self.users[index] if self.tasks[user].waits_for is None]
         start = self.tasks[task.waits_for]
         if not self.users[index] or not start.grows and not self.sends_later[index]:
-            end = self.device.ends[task.waits_for] + SLACK * start.seconds
+            end = self.device.ends[task.waits_for]
+            end += SLACK * (end - self.device.busy[start.link or ""])
             heapq.heappush(self.ending, (end, index))
         if len(users) < len(self.users[index]):
             self.stray.append(index)

@@ -100,6 +100,7 @@ class SimulatedDevice:
         self.free: dict[str, float] = {}
         self.ends: dict[int, float] = {}
         self.carried: dict[str, list[float]] = {}  # when those of a link end, in their order
+        self.busy: dict[str, float] = {}  # since when a link carries one after the other
         self.exposed: dict[int, float] = {}
         self.readers = Counter(buffer for task in tasks for buffer in task.reads)
         self.live = self.peak = 0
@@ -109,6 +110,8 @@ class SimulatedDevice:
         self.now += task.host
         if task.link is not None:
             free = max(self.now, self.free.get(task.link, 0.0))
+            if free == self.now:
+                self.busy[task.link] = self.now
             self.ends[index] = self.free[task.link] = max(self.now + task.seconds, free + task.on_link)
             self.carried.setdefault(task.link, []).append(self.ends[index])
             self.exposed[index] = 0.0
