@@ -9,7 +9,6 @@ orders the kernels.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +45,7 @@ from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.schedule.found_order import CalledBlock, KernelOrder
 from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.list_scheduler import arrange, excess
-from dtensor_compile.schedule.schedule_graph import PLACE, Sending, cost_of, cost_of_block, is_wrapped
+from dtensor_compile.schedule.schedule_graph import Sending, cost_of, cost_of_block, is_wrapped
 from dtensor_compile.schedule.simulated_device import Buffer, Task, simulate
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
@@ -73,15 +72,14 @@ def rearrange(
     Args:
         nodes: scheduler nodes after fusion, in an order in which they may run.
         topology: topology for which seconds are estimated; None for the default of the device.
-        overlap_memory: allowed increase of the peak, as a fraction of the peak of the program's order, or of that of
-            Inductor if it holds less; the peak of ``fully_shard``'s own order is always allowed.
+        overlap_memory: allowed increase of the peak, as a fraction of the peak of Inductor's own order; the peak of
+            ``fully_shard``'s own order is always allowed.
         measured: whether kernels that are not generated, matmuls for instance, are measured (`measured_seconds`); fused
             loops are estimated.
         recorded: whether `on_order` receives the kernels of a program without collectives too, in Inductor's order.
         on_order: callback that receives the order found, also of a block; not called for subgraphs of the program.
     """
-    scheduled = {node: index for index, node in enumerate(nodes)}
-    nodes, buffers = order_for_memory(_in_order_of_program(nodes))
+    nodes, buffers = order_for_memory(nodes)
     called, sends = called_subgraph(), any(map(starts_collective, nodes))
     block = called if called is not None and BLOCK in called.meta else None
     device = next((buffer.node.get_device() for node in nodes for buffer in node.get_outputs()), None)
@@ -96,54 +94,11 @@ def rearrange(
     each = enumerate(roles, given)
     wrapped = {index: reduces for index, role in each if (reduces := is_wrapped(role.origin)) is not None}
     bound = max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped))
-    order = list(range(len(tasks)))
-    if sends:
-        as_graph = [*order[:given], *sorted(order[given:], key=lambda index: scheduled[nodes[index - given]])]
-        order = _fastest(tasks, [arrange(tasks, bound), as_graph], bound)
+    order = arrange(tasks, bound) if sends else list(range(len(tasks)))
     if called is None or block is not None:
         found = KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), {}, wrapped, block)
         on_order(_described(found, nodes, roles))
     return [nodes[index - given] for index in order if index >= given]
-
-
-def _in_order_of_program(nodes: Nodes) -> Nodes:
-    """The kernels in the order of the graph before it was scheduled (`schedule_graph`), as far as they depend on
-    nothing later: what they hold then is what a bound on memory is relative to. The estimate for the graph, of
-    operators that are not fused, may be far from it."""
-    made_by = {buffer.get_name(): index for index, node in enumerate(nodes) for buffer in node.get_outputs()}
-    users: list[list[int]] = [[] for _ in nodes]
-    missing, places = [0] * len(nodes), [-1] * len(nodes)
-    for index, node in enumerate(nodes):
-        before = {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {index}
-        known = [
-            origin.meta[PLACE]
-            for part in node.get_nodes()
-            if part.node is not None
-            for origin in part.node.get_origins()
-            if PLACE in origin.meta
-        ]
-        places[index] = max(known or (places[user] for user in before), default=-1)
-        missing[index] = len(before)
-        for user in before:
-            users[user].append(index)
-    ready = [(places[index], index) for index, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    found = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        found.append(nodes[index])
-        for user in users[index]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (places[user], user))
-    return found
-
-
-def _fastest(tasks: Sequence[Task], orders: Sequence[list[int]], bound: float) -> list[int]:
-    """The fastest of these orders that keeps the bound; the first if none does."""
-    found = [(simulate(tasks, order), order) for order in orders]
-    kept = [(this.seconds, order) for this, order in found if this.peak <= bound]
-    return min(kept, key=lambda this: this[0], default=(0.0, orders[0]))[1]
 
 
 def _described(found: KernelOrder, nodes: Nodes, roles: Sequence[_Role]) -> KernelOrder:

@@ -37,8 +37,6 @@ from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.devices import default_cluster
 from dtensor_compile.topology.links import Cluster, compute_seconds, seconds_in_turn
 
-#: In the metadata of a node: its place before it was scheduled.
-PLACE = "dtensor_compile_place"
 #: Kind of the decisions about an order.
 ORDERED = "schedule"
 #: Kind of the decision about an order that holds more than ``overlap_memory`` allows.
@@ -60,8 +58,6 @@ def schedule_graph(
     cluster = cluster_for(graph, topology)
     if cluster is None:
         return []
-    for index, node in enumerate(graph.nodes):
-        node.meta[PLACE] = index
     tasks = graph_tasks(graph, cluster, measured)
     before = simulate(tasks, range(len(tasks)))
     wrapped = {i: reduces for i, node in enumerate(graph.nodes) if (reduces := is_wrapped(node)) is not None}
