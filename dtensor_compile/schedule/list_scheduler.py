@@ -191,7 +191,7 @@ class _Candidates:
             return
         users = [user for user in self.users[index] if self.tasks[user].waits_for is None]
         start = self.tasks[task.waits_for]
-        if not self.users[index] or not start.grows and not self.sends_later[index]:
+        if not self.users[index] or start.shrinks and not self.sends_later[index]:
             end = self.device.ends[task.waits_for]
             end += SLACK * (end - self.device.busy[start.link or ""])
             heapq.heappush(self.ending, (end, index))

@@ -75,6 +75,11 @@ class Task:
         """Whether a start makes more than it reads, as gathers do."""
         return not self.reads or self.bytes > sum(buffer.bytes for buffer in self.reads)
 
+    @property
+    def shrinks(self) -> bool:
+        """Whether a start makes less than it reads, as reductions to shards do: the wait for it frees memory."""
+        return self.bytes < sum(buffer.bytes for buffer in self.reads)
+
 
 @dataclass
 class Simulation:
