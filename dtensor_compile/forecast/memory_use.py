@@ -106,8 +106,10 @@ def use_of_step(changes: Sequence[Change], kind_of: Callable[[Allocation], str],
             number = held.pop(this)
         if this.reused and not begins:
             continue  # the same memory is about to get its new content
-        if not this.reuses:
-            blocks.append((held[this], this.bytes) if begins else (number, 0))
+        if not begins:
+            blocks.append((number, 0))
+        elif not this.reuses:
+            blocks.append((held[this], this.bytes))
         uses.append(Use(requests, dict(now)))
         if uses[-1].total > peak.total:
             peak, at_peak = uses[-1], list(held)

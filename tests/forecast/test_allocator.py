@@ -4,6 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_compile.forecast.allocator import CachingAllocator, reserved_by
+from dtensor_compile.forecast.memory_use import use_of_step
+from dtensor_compile.forecast.step_log import Allocation
 
 MIB = 1 << 20
 
@@ -96,3 +98,10 @@ def test_blocks_are_within_segments_and_all_memory_comes_back(steps):
 
 def test_reserved_by_events():
     assert reserved_by([(0, 6 * MIB), (1, 6 * MIB), (0, 0), (2, 5 * MIB)]) == (12 * MIB, 20 * MIB, 0)
+
+
+def test_memory_that_is_reused_is_freed_once():
+    first = Allocation(100, 0, "a", "", reused=True)
+    second = Allocation(100, 1, "b", "", reuses=True)
+    changes = [(0, first, True), (1, first, False), (1, second, True), (2, second, False)]
+    assert use_of_step(changes, lambda this: "temporaries", 0, len(changes)).blocks == [(0, 100), (0, 0)]
