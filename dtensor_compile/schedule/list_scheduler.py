@@ -376,13 +376,12 @@ class _Arrangement(_Candidates):
                 self._put(index)
             else:
                 self._go_on()
-        elif not until > self.device.now and self._end():
-            pass
-        elif start is not None:
-            self.place += 1
-            self._execute(start)
-        else:
-            self._execute(next(index for index in self.stray if not self.done[index]))
+        elif until > self.device.now or not self._end():
+            if start is not None:
+                self.place += 1
+                self._execute(start)
+            else:
+                self._execute(next(index for index in self.stray if not self.done[index]))
 
     def _go_on(self) -> None:
         """Memory is short: frees the input of a reduction, or runs the next task of the given order."""

@@ -246,7 +246,7 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
         return messages * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
     seconds = _formula(link, backend, kind, bytes_sent, n)
     known = link.nearest(kind, n)
-    return _corrected(link, backend, seconds, bytes_sent, n, known) if known else seconds
+    return _corrected(link, backend, seconds, bytes_sent, n, known) if known and seconds else seconds
 
 
 def startup_seconds(cluster: Cluster, kind: str, ranks: Sequence[int]) -> float:
@@ -277,7 +277,8 @@ def _corrected(link: Link, backend: str, seconds: float, bytes_sent: float, n: i
         factor, took = factor + part * (other[0] - factor), took + part * (other[1] - took)
     group = _group_of(shape, link, ranks)
     besides = math.exp(took) - math.exp(factor) * _formula(group, backend, kind, bytes_sent, ranks)
-    starts = _formula(link, backend, kind, 0, n) / _formula(group, backend, kind, 0, ranks)
+    start = _formula(group, backend, kind, 0, ranks)
+    starts = _formula(link, backend, kind, 0, n) / start if start else 1.0  # a measured link may have no latency
     return math.exp(factor) * seconds + besides * (starts if besides > 0 else min(1.0, starts))
 
 

@@ -102,6 +102,16 @@ def test_ranks_beside_the_measured_group_take_their_share():
     assert seconds_over(beside, "", "all_gather", 1000, 4) == pytest.approx(40)
 
 
+@pytest.mark.parametrize("n", [2, 4, 6, 8, 16])
+def test_a_measured_link_without_latency(n):
+    """Its fit may have none, and what is measured says what small collectives take."""
+    rates = MEASURED.collectives[0].rates
+    link = Link(0.0, 100.0, collectives=tuple(Measured("all_gather", ranks, rates) for ranks in (4, 8)))
+    assert seconds_over(link, "", "all_gather", 0, n) == 0
+    times = [seconds_over(link, "", "all_gather", size, n) for size in (1, 10, 1000, 5000)]
+    assert times == sorted(times) and times[0] > 0
+
+
 def test_a_topologys_file_keeps_them(tmp_path):
     known = dataclasses.replace(CLUSTERS["cpu-loopback"], between=MEASURED)
     save_topology(known, tmp_path / "t.json")
