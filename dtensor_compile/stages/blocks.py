@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -110,6 +110,7 @@ def _trace(block: RepeatedBlock, number: int, this: Compilation, graphs: dict[st
         inputs,
         joint_pass=functools.partial(_plan, this=own),
         made=made,
+        base_of=lambda node: _base_and_views(node)[0],
         otherwise=lambda: GradientsDiffer(number),
         settings=None if this.aten else dict(this.options.inductor),
     )
@@ -141,18 +142,13 @@ class _Call:
         graph = module.graph
         inputs = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
         (output,) = graph.find_nodes(op="output")
-        bases: dict[torch.fx.Node, int] = {}
+        made: dict[torch.fx.Node, int] = {}
         self.results: list[tuple[Any, tuple[torch.fx.Node, ...]]] = []
-        for value in output.args[0]:
-            views: list[torch.fx.Node] = []
-            while isinstance(value, torch.fx.Node) and value not in inputs and _is_view(value):
-                views.insert(0, value)
-                value = value.args[0]
-            if isinstance(value, torch.fx.Node):
-                place = inputs[value] if value in inputs else bases.setdefault(value, len(bases))
-                value = _Place(value in inputs, place)
-            self.results.append((value, tuple(views)))
-        output.args = (tuple(bases),)
+        for base, views in _results(output.args[0], inputs):
+            if isinstance(base, torch.fx.Node):
+                base = _Place(base in inputs, inputs[base] if base in inputs else made.setdefault(base, len(made)))
+            self.results.append((base, views))
+        output.args = (tuple(made),)
         graph.eliminate_dead_code()
         self.inputs = [place for node, place in inputs.items() if node.users]
         for node in inputs:
@@ -161,7 +157,7 @@ class _Call:
         _check(graph)
         module.recompile()
         drawing = any(draws(node.target) for node in graph.nodes)
-        self.graph = BlockGraph(module, tuple(node.meta["val"] for node in bases), drawing, of)
+        self.graph = BlockGraph(module, tuple(node.meta["val"] for node in made), drawing, of)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         tensors = [inputs[place] for place in self.inputs]
@@ -183,6 +179,57 @@ class _Place:
 
     of_inputs: bool
     number: int
+
+
+def _results(values: Sequence[Any], inputs: Container[torch.fx.Node]) -> list[tuple[Any, tuple[torch.fx.Node, ...]]]:
+    """The view base of each result of a graph, and the views that make the result of it.
+
+    The only result with a base that the graph makes is its own base if it is as contiguous as that one, so that the
+    graph makes the view.
+    """
+    found = [_base_and_views(value) if isinstance(value, torch.fx.Node) else (value, ()) for value in values]
+    with_base: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+    for value, (base, _) in zip(values, found, strict=True):
+        if isinstance(value, torch.fx.Node):
+            with_base.setdefault(base, set()).add(value)
+    return [
+        (value, ())
+        if views and base not in inputs and len(with_base[base]) == 1 and _is_reshaped(value, base)
+        else (base, views)
+        for value, (base, views) in zip(values, found, strict=True)
+    ]
+
+
+def _base_and_views(node: torch.fx.Node) -> tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]:
+    """The view base of a node, and the views that make the node of it, without those that change nothing."""
+    views: list[torch.fx.Node] = []
+    base = node
+    while _is_view(base):
+        views.insert(0, base)
+        base = base.all_input_nodes[0]
+        if _has_layout_of(base, node):
+            views.clear()
+    return base, tuple(views)
+
+
+def _has_layout_of(first: torch.fx.Node, second: torch.fx.Node) -> bool:
+    values = first.meta.get("val"), second.meta.get("val")
+    return all(isinstance(value, torch.Tensor) for value in values) and len(set(map(_layout, values))) == 1
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return *_elements(value), tuple(value.shape), value.stride(), value.storage_offset()
+
+
+def _elements(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.is_conj(), value.is_neg(), value.numel()
+
+
+def _is_reshaped(node: torch.fx.Node, base: torch.fx.Node) -> bool:
+    values = node.meta.get("val"), base.meta.get("val")
+    if not all(isinstance(value, torch.Tensor) and value.is_contiguous() for value in values):
+        return False
+    return len(set(map(_elements, values))) == 1
 
 
 def _is_view(node: torch.fx.Node) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,14 +25,20 @@ from dtensor_compile.demo.train import LAYOUTS, Trainer
 from dtensor_compile.testing import make_mesh
 
 
-def first_step(layout_name: str, layers: int, ranks: int, gpu: str | None) -> tuple[float, float, int]:
-    """Wall and CPU seconds of the first step less those of the second, and the number of Triton kernels. `gpu`: None
-    for the CPU.
+def first_step(
+    layout_name: str, layers: int, ranks: int, gpu: str | None, options: Mapping[str, Any] | None = None
+) -> tuple[float, float, int]:
+    """Wall and CPU seconds of the first step less those of the second, and the number of Triton kernels.
+
+    Args:
+        gpu: a card to emulate; None for the CPU.
+        options: of the backend.
     """
     layout = LAYOUTS[layout_name]
 
     def wrap(model: torch.nn.Module) -> Any:
-        return torch.compile(model, backend="dtensor", fullgraph=True, options={"compile_threads": 1})
+        with_options = {"compile_threads": 1, **(options or {})}
+        return torch.compile(model, backend="dtensor", fullgraph=True, options=with_options)
 
     with contextlib.ExitStack() as stack:
         for scope in (fresh_caches(), offline.job(ranks)):

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.aot.autograd_functions import functions_built, inside_of_block
+from dtensor_compile.compat.aot.partition import bases_saved
 from dtensor_compile.compat.aot.run_graph import Made, compile_for_aten
 from dtensor_compile.compat.aot.tangents import expected_placements
 from dtensor_compile.compat.apply_patches import patched
@@ -91,6 +92,7 @@ def trace_block(
     *,
     joint_pass: GraphFunction,
     made: Made,
+    base_of: Callable[[torch.fx.Node], torch.fx.Node],
     otherwise: Callable[[], Exception],
     settings: dict[str, Any] | None,
 ) -> Callable[..., Any]:
@@ -99,6 +101,7 @@ def trace_block(
     Args:
         joint_pass: runs on the joint graph (on the forward graph if there is no backward).
         made: takes the forward graph and then, if there is one, the backward graph.
+        base_of: the view base of a node of the joint graph, which is saved in place of the node.
         otherwise: makes the error that the backward pass of a call raises if it gets other gradients than it was traced
             for: with other placements, or none.
         settings: of Inductor; None where its passes over joint graphs do not run.
@@ -107,6 +110,7 @@ def trace_block(
     with (
         tracing(copy.copy(context)),  # AOTAutograd notes facts about the graph of the program there
         inside_of_block(),
+        bases_saved(base_of),
         functions_built(after=lambda compiled, _: _check_gradients(compiled, otherwise), at_run_time=False),
         aot_config.patch(force_non_lazy_backward_lowering=True),
     ):

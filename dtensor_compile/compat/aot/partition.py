@@ -1,9 +1,9 @@
-"""Values that AOTAutograd saves for the backward: symbols of shard sizes, states of random generators."""
+"""Values that AOTAutograd saves for the backward: symbols of shard sizes, states of random generators, view bases."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -18,6 +18,7 @@ from dtensor_compile.compat.patches import hook, needs, patch
 
 _BINDINGS = patch("torch._functorch.partitioners:find_symbol_binding_fx_nodes", "graph")
 _RANDOM = patch("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module bw_module num_sym_nodes")
+_EXTRACT = patch("torch._functorch.partitioners:_extract_fwd_bwd_modules", "joint_module saved_values ...")
 _REORDER = patch("torch._functorch.partitioners:reordering_to_mimic_autograd_engine", "gm")
 
 
@@ -102,6 +103,31 @@ def _set_value(node: torch.fx.Node, value: Any) -> None:
         known = part.meta.setdefault("val", value)
         state = known if part.args[1] == 0 else state
     node.meta["val"] = state, value
+
+
+@needs(
+    "view bases in place of views among saved tensors",
+    _EXTRACT,
+    without="a call of a block that is compiled once has nodes for the views that it saves",
+    upstream="not reported: of no use where the graph around is compiled as well",
+    remove_when="the partitioner can be told to save view bases",
+)
+@contextlib.contextmanager
+def bases_saved(base_of: Callable[[torch.fx.Node], torch.fx.Node]) -> Iterator[None]:
+    """While active, partitioning on this thread saves the view base of a tensor, and the backward graph makes the view.
+
+    before   return (out, view(y))      def backward(v, tangent)
+    after    return (out, y)            def backward(y, tangent): v = view(y)
+
+    Args:
+        base_of: the view base of a node; the node itself if it is no view.
+    """
+
+    def extract(stock: Any, joint: torch.fx.GraphModule, saved: list[torch.fx.Node], *args: Any, **kwargs: Any) -> Any:
+        return stock(joint, list(dict.fromkeys(map(base_of, saved))), *args, **kwargs)
+
+    with patched(_EXTRACT, extract):
+        yield
 
 
 class HeldNodes:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import hook, needs, patch
@@ -64,18 +63,27 @@ def possible_patterns() -> Iterator[None]:
 def _needed(pattern: PatternExpr) -> _Needs:
     """What a pattern needs, which is found out once."""
     if pattern not in _known:
-        _known[pattern] = tuple(set(_operators(pattern)))
+        _known[pattern] = _operators(pattern)
     return _known[pattern]
 
 
-def _operators(pattern: PatternExpr) -> Iterator[frozenset[Any]]:
+def _operators(pattern: PatternExpr) -> _Needs:
     from torch._inductor.pattern_matcher import CallFunction, MultiOutputPattern
 
-    parts: Any = ()
-    if isinstance(pattern, CallFunction):
-        yield frozenset(pattern.fns_set)
-        parts = pytree.tree_leaves((pattern.args, dict(pattern.kwargs)))
-    elif isinstance(pattern, MultiOutputPattern):
-        parts = pattern.outputs
-    for part in parts:
-        yield from _operators(part)
+    found: dict[frozenset[Any], None] = {}
+    seen: set[int] = set()  # parts are shared, so that a pattern has many more paths than parts
+    left: list[Any] = [pattern]
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, CallFunction):
+            found[frozenset(part.fns_set)] = None
+            left += part.args
+            left += part.kwargs.values()
+        elif isinstance(part, MultiOutputPattern):
+            left += part.outputs
+        elif isinstance(part, (list, tuple)):
+            left += part
+    return tuple(found)
