@@ -213,23 +213,22 @@ def _base_and_views(node: torch.fx.Node) -> tuple[torch.fx.Node, tuple[torch.fx.
 
 
 def _has_layout_of(first: torch.fx.Node, second: torch.fx.Node) -> bool:
-    values = first.meta.get("val"), second.meta.get("val")
-    return all(isinstance(value, torch.Tensor) for value in values) and len(set(map(_layout, values))) == 1
+    one, other = first.meta.get("val"), second.meta.get("val")
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    layouts = [(tuple(value.shape), value.stride(), value.storage_offset()) for value in (one, other)]
+    return layouts[0] == layouts[1] and _elements(one) == _elements(other)
 
 
-def _layout(value: torch.Tensor) -> tuple[Any, ...]:
-    return *_elements(value), tuple(value.shape), value.stride(), value.storage_offset()
+def _is_reshaped(node: torch.fx.Node, base: torch.fx.Node) -> bool:
+    one, other = node.meta.get("val"), base.meta.get("val")
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.is_contiguous() and other.is_contiguous() and _elements(one) == _elements(other)
 
 
 def _elements(value: torch.Tensor) -> tuple[Any, ...]:
     return value.dtype, value.is_conj(), value.is_neg(), value.numel()
-
-
-def _is_reshaped(node: torch.fx.Node, base: torch.fx.Node) -> bool:
-    values = node.meta.get("val"), base.meta.get("val")
-    if not all(isinstance(value, torch.Tensor) and value.is_contiguous() for value in values):
-        return False
-    return len(set(map(_elements, values))) == 1
 
 
 def _is_view(node: torch.fx.Node) -> bool:

@@ -1,5 +1,6 @@
 """Equal blocks that are compiled once: eager's numbers, one graph for all calls, and what has none says why."""
 
+import operator
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dtensor_compile
-from dtensor_compile.compat.aot.fx import called_graphs
+from dtensor_compile.compat.aot.fx import CALL, called_graphs
 from dtensor_compile.graph.inline_subgraph import is_whole, nodes_with_blocks
 from dtensor_compile.recording.graph_log import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
@@ -219,6 +220,37 @@ def test_programs():
     for make in (lambda: Model(block=Dropping), lambda: Model(block=Counting), Taking, Inside):
         torch._dynamo.reset()
         assert not both("", make)
+
+
+class Viewing(nn.Module):
+    """Saves views: of its argument and of what it computes, and one more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        gate, y = self.up(torch.tanh(x)).view(2, -1, 2 * DIM).chunk(2, -1)
+        y = (gate.sigmoid() * y).transpose(0, 1).contiguous()
+        return x + self.down(y).transpose(0, 1).reshape(x.shape) * x[:, :1]
+
+
+@on_ranks(1)
+def test_views_are_inside_of_blocks():
+    """Around the calls, no operator makes a view that the backward graph of the block makes as well."""
+    around = []
+
+    def lower(graph, this, stock=lowered.lower_graph):
+        stock(graph, this)
+        if is_whole(graph):
+            calls = [place for place, node in enumerate(graph.nodes) if node.target is CALL]
+            between = list(graph.nodes)[calls[0] : calls[-1]]
+            around.append({node.target for node in between if node.op == "call_function"})
+
+    torch._dynamo.reset()
+    with mock.patch("dtensor_compile.stages.compiling.lower_graph", lower):
+        assert not both("", lambda: Model(block=Viewing))
+    assert around == [{CALL, operator.getitem}] * 2
 
 
 @on_ranks(1)
