@@ -35,13 +35,13 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         # Head counts come from the tensors, so that the same code runs on a slice of the heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rotary), rotate(k, rotary)
         groups = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -66,13 +66,13 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask=mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
-    """Maps token indices (batch, sequence) to logits (batch, sequence, vocab)."""
+    """Maps token indices (batch, sequence) to logits (batch, sequence, vocab); mask: (batch, 1, sequence, sequence)."""
 
     rotary: torch.Tensor
 
@@ -85,11 +85,11 @@ class Llama(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
         self.register_buffer("rotary", rotary_table(config.dim // config.heads, config.sequence), persistent=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(tokens)
         rotary = self.rotary[: tokens.size(1)]
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, mask=mask)
         return self.output(self.norm(x))
 
 

@@ -18,6 +18,8 @@ ranks unless `mesh_shape` says otherwise. Parallelisms: ``fully_shard``, the sam
 | checkpointed    | the blocks run again in the backward pass                                                |
 | uneven          | a vocabulary, and a hidden size of the feed-forward layers, that the ranks do not divide |
 | dynamic         | sizes of the inputs are symbols                                                          |
+| masked          | attention under a mask of each batch, in place of causal attention                       |
+| masked, dynamic | both                                                                                     |
 | sharded loss    | logits split by vocabulary inside of ``loss_parallel``                                   |
 """
 
@@ -59,7 +61,16 @@ MESHES: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "replicate (DDP)": (("dp",), (8,)),
     "DDP": (("dp",), (8,)),
 }
-VARIANTS = ("plain", "mixed precision", "checkpointed", "uneven", "dynamic", "sharded loss")
+VARIANTS = (
+    "plain",
+    "mixed precision",
+    "checkpointed",
+    "uneven",
+    "dynamic",
+    "masked",
+    "masked, dynamic",
+    "sharded loss",
+)
 #: All configurations, by name.
 NAMES: tuple[str, ...] = tuple(
     f"{parallelism}: {variant}"
@@ -125,8 +136,8 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, rotary, use_reentrant=False)
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return checkpoint(self.block, x, rotary, mask=mask, use_reentrant=False)
 
 
 def build(
@@ -146,23 +157,24 @@ def build(
     """
     parallelism, _, variant = name.partition(": ")
     dims, shape = MESHES[parallelism]
+    dynamic, masked = variant.endswith("dynamic"), variant.startswith("masked")
     mesh = init_device_mesh(device_type, mesh_shape or shape, mesh_dim_names=dims)
     if variant == "uneven":
         config = replace(config, vocab=config.vocab - 3, ffn_dim=config.ffn_dim - 2)
     with torch.device(device_type):
         model: nn.Module = Llama(config)
-        lengths = (config.sequence, config.sequence // 2) if variant == "dynamic" else (config.sequence,)
+        lengths = (config.sequence, config.sequence // 2) if dynamic else (config.sequence,)
         inputs = tuple(_tokens(config, batch, length) for length in lengths)
     if "tp" in dims:
         _spread(model, mesh["tp"], config, sharded_loss=variant == "sharded loss")
     if variant == "checkpointed":
         model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
     model = _wrapped(parallelism, model, mesh, mixed=variant == "mixed precision")
-    built = Built(model, _loss(model, None), inputs)
-    if variant == "dynamic":
+    built = Built(model, _loss(model, None, masked), inputs)
+    if dynamic:
         built.options["dynamic"] = True
     if variant == "sharded loss":
-        built.loss, built.around = _loss(model, mesh["tp"]), loss_parallel
+        built.loss, built.around = _loss(model, mesh["tp"], masked), loss_parallel
     if variant == "mixed precision" and _by_ddp(parallelism):
         built.loss = torch.autocast(device_type, torch.bfloat16)(built.loss)
     return built
@@ -204,14 +216,25 @@ def _wrapped(parallelism: str, model: nn.Module, mesh: DeviceMesh, mixed: bool) 
     return shard(model, mesh=dims, mp_policy=policy)
 
 
-def _loss(model: nn.Module, mesh: DeviceMesh | None) -> Callable[..., torch.Tensor]:
-    """Mean cross entropy of the model; on sharded logits where a mesh is given."""
+def _loss(model: nn.Module, mesh: DeviceMesh | None, masked: bool) -> Callable[..., torch.Tensor]:
+    """Mean cross entropy of the model; on sharded logits where a mesh is given.
+
+    Args:
+        masked: a position sees those before it that are no padding, token 0, and itself.
+    """
 
     def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens).flatten(0, 1).float()
+        logits = model(tokens, mask=_mask(tokens) if masked else None).flatten(0, 1).float()
         labels = targets.flatten()
         if mesh is not None:
             labels = DTensor.from_local(labels, mesh, [Replicate()], run_check=False)
         return F.cross_entropy(logits, labels)
 
     return loss
+
+
+def _mask(tokens: torch.Tensor) -> torch.Tensor:
+    """(batch, 1, sequence, sequence)"""
+    places = torch.arange(tokens.size(1), device=tokens.device)
+    own, before = places[:, None] == places, places[:, None] > places
+    return (own | before & (tokens != 0)[:, None])[:, None]

@@ -3,9 +3,9 @@ caches, in turns.
 
     python tools/bench/dynamic_compile.py [--only TEXT] [--layers 3] [--repeats 3] [--json FILE]
 
-Programs are the plain ones of `configurations.py`, on 8 simulated ranks of emulated H100s. Measured is CPU time of the
-first forward and backward pass, in a process of its own for each measurement. Kernels are compiled in that process, so
-that all their time is counted."""
+Programs are the plain and the masked ones of `configurations.py`, on 8 simulated ranks of emulated H100s. Measured is
+CPU time of the first forward and backward pass, in a process of its own for each measurement. Kernels are compiled in
+that process, so that all their time is counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from rich.table import Table
 from dtensor_compile import offline
 from dtensor_compile.compat.inductor.compile import fresh_caches
 
-PROGRAMS = ("fully_shard: plain", "fully_shard x tensor parallel: plain")
+PROGRAMS = (
+    "fully_shard: plain",
+    "fully_shard x tensor parallel: plain",
+    "fully_shard: masked",
+    "fully_shard x tensor parallel: masked",
+)
 
 
 def first_step(name: str, layers: int, dynamic: bool) -> float:
