@@ -183,7 +183,8 @@ class GuardFact:
 
 def add_guards(tx: Translator, guards: Sequence[tuple[Source, Callable[..., Any]]]) -> None:
     """Installs guards, but for those on tensors that have one already, as inputs of the graph have."""
-    known = {guard.originating_source for guard in tx.output.guards if guard.create_fn_name() in _OF_TENSORS}
+    of = tx.output.guards.get_guards_for_source
+    known = {source for source, _ in guards if any(guard.create_fn_name() in _OF_TENSORS for guard in of(source))}
     for source, create in guards:
         guard = source.make_guard(create)
         if source not in known or guard.create_fn_name() not in _OF_TENSORS:
@@ -200,18 +201,28 @@ def guards_below(tx: Translator, module: Source) -> list[GuardFact]:
     Raises:
         Differs: the check of one of them is unknown.
     """
-    below: dict[Source, bool] = {module: True}
+    is_below, here = _below(module), OtherModule(tx, module, module)
+    guards = [guard for guard in tx.output.guards if is_below(guard.originating_source)]
+    return [fact for guard in guards if (fact := _fact(guard, here)) is not None]
+
+
+def ordered_below(tx: Translator, module: Source) -> list[Source]:
+    """The dicts below a module whose order of keys is guarded."""
+    return list(filter(_below(module), tx.output.guard_on_key_order))
+
+
+def _below(module: Source) -> Callable[[Source | None], bool]:
+    """Whether a source is that of a module or of something below it."""
+    known: dict[Source, bool] = {module: True}
 
     def is_below(source: Source | None) -> bool:
         if source is None:
             return False
-        if source not in below:
-            below[source] = is_below(getattr(source, "base", None))
-        return below[source]
+        if source not in known:
+            known[source] = is_below(getattr(source, "base", None))
+        return known[source]
 
-    here = OtherModule(tx, module, module)
-    guards = [guard for guard in tx.output.guards if is_below(guard.originating_source)]
-    return [fact for guard in guards if (fact := _fact(guard, here)) is not None]
+    return is_below
 
 
 def _fact(guard: Guard, here: OtherModule) -> GuardFact | None:

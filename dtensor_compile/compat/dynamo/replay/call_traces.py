@@ -58,6 +58,7 @@ class CallTrace:
         number: in the frame.
         module: source of the module.
         facts, guards, same_state: as `call_facts` has them.
+        ordered: dicts below the module whose order of keys is guarded.
         writes: number of writes of the frame to objects that it did not make, when the call was traced.
         nodes: of the call.
         inputs: origins of the nodes from outside; None if those are the same for each call.
@@ -70,6 +71,7 @@ class CallTrace:
     facts: list[Any]
     guards: list[GuardFact]
     same_state: Callable[[], bool]
+    ordered: list[Source]
     writes: int
     nodes: list[torch.fx.Node]
     inputs: dict[torch.fx.Node, _Argument | _Below | _InPlaceOf | None]
@@ -164,8 +166,7 @@ def copy_call(
     other, effects = OtherModule(tx, old, new), tx.output
     guards = [guard.moved(other) for guard in trace.guards]
     values = _inputs_of_copy(tx, trace, module, facts, other)
-    ordered = effects.guard_on_key_order
-    ordered.update([other.source(source) for source in ordered])
+    effects.guard_on_key_order.update(map(other.source, trace.ordered))
     add_guards(tx, guards)
     assert tx.fake_mode is not None
     fakes, names = Fakes(tx.fake_mode), Names(tx, effects.resolve_source_value(old), real_value(tx, module))

@@ -40,6 +40,7 @@ from dtensor_compile.compat.dynamo.replay.call_facts import (
     argument_facts,
     chain,
     guards_below,
+    ordered_below,
     state_check,
 )
 from dtensor_compile.compat.dynamo.replay.call_traces import CallTrace, check_nodes, check_result, copy_call, inputs_of
@@ -186,10 +187,8 @@ def _trace(
         check_nodes(nodes)
         check_result(result, set(nodes))
         source = source_of(module)
-        found = [fact for fact, _ in facts]
-        kept = CallTrace(
-            frame.count, source, found, guards_below(tx, source), same_state, writes, nodes, inputs, result
-        )  # fmt: skip
+        found, guards, ordered = [fact for fact, _ in facts], guards_below(tx, source), ordered_below(tx, source)
+        kept = CallTrace(frame.count, source, found, guards, same_state, ordered, writes, nodes, inputs, result)
     except Differs as reason:
         _traced_apart(tx, module, reason)
         return result
@@ -219,6 +218,7 @@ def _nodes_after(graph: torch.fx.Graph, last: torch.fx.Node | None) -> list[torc
     _READS,
     hook("torch._dynamo.guards:GUARD_VALUE_DISPATCH"),
     hook("torch._dynamo.guards:SKIP_GUARD"),
+    hook("torch._guards:GuardsSet.get_guards_for_source", "self source"),
     without="every block of a model is traced by itself",
     upstream="not reported: nested_compile_region does so for marked functions, but not with DTensors",
     remove_when="Dynamo traces equal modules once, with DTensors",
