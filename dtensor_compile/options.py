@@ -80,7 +80,8 @@ class Options:
         blocks: Modules of one class that one module holds, such as the layers of a transformer: ``"traced"`` traces the
             first, and copies its graph for others that differ in nothing that its trace depended on; ``"once"`` also
             plans, lowers and compiles it once, for all of them: collectives at the ends of blocks are planned inside of
-                them, and only nodes between blocks are ordered across them; ``"each"`` does everything for every one.
+            them, and only nodes between blocks are ordered across them, which ``"traced"`` does for those that the
+            program marks with ``torch.compiler.nested_compile_region``; ``"each"`` does everything for every one.
         plan: Placements of tensors inside of the program, where it leaves them open: ``"greedy"`` are DTensor's, chosen
             for one operator at a time; ``"global"`` are chosen for forward and backward together, by estimated time
             (`global_plan/`). Inputs, results and gradients, and everything that the program redistributes itself, stay

@@ -43,11 +43,15 @@ class RepeatedBlock:
         return next((str(name) for name, _ in reversed(self.modules[0].values())), "")
 
 
-def repeated_blocks(program: torch.fx.GraphModule) -> list[RepeatedBlock]:
-    """The blocks of a graph that are called at least twice, in the same state of torch as the graph itself."""
+def repeated_blocks(program: torch.fx.GraphModule, *, marked: bool) -> list[RepeatedBlock]:
+    """The blocks of a graph that are called at least twice, in the same state of torch as the graph itself.
+
+    Args:
+        marked: only those that the program marks as regions to compile once.
+    """
     found: dict[int, dict[int, dict[int, torch.fx.Node]]] = {}
     for node in _in_the_state_of_the_graph(program.graph):
-        if (place := node.meta.get(PLACE)) is not None:
+        if (place := node.meta.get(PLACE)) is not None and (place.region or not marked):
             found.setdefault(place.trace, {}).setdefault(place.call, {})[place.number] = node
     blocks = []
     for calls in found.values():
@@ -58,9 +62,10 @@ def repeated_blocks(program: torch.fx.GraphModule) -> list[RepeatedBlock]:
     return blocks
 
 
-def repeats(program: torch.fx.GraphModule) -> bool:
-    """Whether a block of a graph is called at least twice, in any state of torch."""
-    return any(PLACE in node.meta and node.meta[PLACE].call for node in program.graph.nodes)
+def repeats(program: torch.fx.GraphModule, *, marked: bool) -> bool:
+    """Whether a block of a graph, or one that it marks, is called at least twice, in any state of torch."""
+    places = [node.meta[PLACE] for node in program.graph.nodes if PLACE in node.meta]
+    return any(place.call and (place.region or not marked) for place in places)
 
 
 #: Calls without a result that change nothing; others are taken for changes of the state of torch.

@@ -61,8 +61,9 @@ def until_gradients_fit(compile: Callable[[], T], this: Compilation) -> T:
 
 def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
     """Replaces equal blocks of a Dynamo graph by calls; their graphs are in ``this.blocks`` then."""
-    blocks = repeated_blocks(program)
-    if not blocks and repeats(program):
+    marked = this.options.blocks != "once"
+    blocks = repeated_blocks(program, marked=marked)
+    if not blocks and repeats(program, marked=marked):
         reason = "equal calls are compiled one by one: the program changes the state of torch around them"
         this.log.decided([Decision(BLOCKS, "", reason)])
     for number, block in enumerate(blocks):

@@ -26,6 +26,7 @@ from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import older_dynamo
 from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
+from dtensor_compile.compat.dynamo.replay.compile_regions import regions_called
 from dtensor_compile.compat.dynamo.replay.replayed_calls import blocks_traced_once
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing
 from dtensor_compile.compat.dynamo.trackers.constant_tensors import read_constant_tensors
@@ -103,6 +104,7 @@ ENTRIES = Entries(
         quick_expressions,
         results_computed_once,
         blocks_traced_once,
+        regions_called,
         without_unread_logs,
         meshes_guarded_by_value,
     ),

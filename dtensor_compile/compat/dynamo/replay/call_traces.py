@@ -56,6 +56,7 @@ class CallTrace:
 
     Attributes:
         number: in the frame.
+        region: whether the program marks it as one to compile once.
         module: source of the module.
         facts, guards, same_state: as `call_facts` has them.
         ordered: dicts below the module whose order of keys is guarded.
@@ -67,6 +68,7 @@ class CallTrace:
     """
 
     number: int
+    region: bool
     module: Source
     facts: list[Any]
     guards: list[GuardFact]
@@ -177,7 +179,7 @@ def copy_call(
         copied.meta = names.meta(node.meta)
         if "example_value" in node.meta:
             copied.meta["example_value"] = tree_map(fakes.copy, node.meta["example_value"])
-        copied.meta[PLACE] = Place(trace.number, trace.calls, number)
+        copied.meta[PLACE] = Place(trace.number, trace.calls, number, trace.region)
         values[node] = copied
     trace.calls += 1
     return _result(tx, trace.result, values, fakes)

@@ -22,11 +22,13 @@ class Place(NamedTuple):
         trace: number of the trace in its graph.
         call: number of the call among those that share the trace; 0 is the traced one.
         number: of the node among those of the call.
+        region: whether the program marks the call as one to compile once.
     """
 
     trace: int
     call: int
     number: int
+    region: bool = False
 
 
 class Names:

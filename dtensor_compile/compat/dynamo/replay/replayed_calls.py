@@ -93,13 +93,19 @@ def _frame_of(effects: SideEffects) -> Frame | None:
     return vars(output).get("dtensor_compile_blocks", {}).get("frame") if output is not None else None
 
 
+def note_traced_apart(tx: Translator, name: str, reason: str) -> None:
+    """Notes, for `traced_apart`, why something is traced by itself."""
+    vars(tx.output.tracing_context).setdefault(_APART, []).append((name, reason))
+
+
 def _traced_apart(tx: Translator, module: VariableTracker, reason: Differs) -> None:
     name = tx.nn_module_stack.get(str(id(real_value(tx, module))), (source_of(module).name,))[0]
-    vars(tx.output.tracing_context).setdefault(_APART, []).append((name, str(reason)))
+    note_traced_apart(tx, name, str(reason))
 
 
 def traced_apart() -> list[tuple[str, str]]:
-    """The module and the reason for each call of a block that was traced by itself in the graph being compiled."""
+    """The module, or the function, and the reason for each call that was traced by itself in the graph being
+    compiled."""
     found: list[tuple[str, str]] = vars(TracingContext.get()).get(_APART, [])
     return found
 
@@ -122,7 +128,12 @@ def trace_each(tx: Translator) -> None:
 # ---- which calls ---------------------------------------------------------------------------------------------------
 
 
-def _is_of_block(tx: Translator, function: Any, args: Sequence[VariableTracker]) -> bool:
+def is_inside_block(tx: Translator) -> bool:
+    """Whether a call that may be copied is being traced."""
+    return _frame(tx).tracing
+
+
+def is_of_block(tx: Translator, function: Any, args: Sequence[VariableTracker]) -> bool:
     """Whether a call is that of the ``forward`` of one of several modules of a class, which one module holds."""
     if not args or getattr(function, "__name__", "") != "forward":
         return False
@@ -188,12 +199,13 @@ def _trace(
         check_result(result, set(nodes))
         source = source_of(module)
         found, guards, ordered = [fact for fact, _ in facts], guards_below(tx, source), ordered_below(tx, source)
-        kept = CallTrace(frame.count, source, found, guards, same_state, ordered, writes, nodes, inputs, result)
+        region = code in notes(tx, "regions")
+        kept = CallTrace(frame.count, region, source, found, guards, same_state, ordered, writes, nodes, inputs, result)
     except Differs as reason:
         _traced_apart(tx, module, reason)
         return result
     for number, node in enumerate(nodes):
-        node.meta[PLACE] = Place(frame.count, 0, number)
+        node.meta[PLACE] = Place(frame.count, 0, number, region)
     frame.count += 1
     frame.traces.setdefault(code, []).append(kept)
     return result
@@ -239,7 +251,7 @@ def blocks_traced_once() -> Iterator[None]:
     ) -> VariableTracker:
         own = functools.partial(stock, self, tx, args, kwargs)
         function, given = function_of(self), [argument.realize() for argument in (*self.self_args(), *args)]
-        if not _is_of_block(tx, function, given):
+        if not is_of_block(tx, function, given):
             return own()
         return _call(tx, function.__code__, [*given, *kwargs.values()], argument_facts(given[1:], kwargs), own)
 
