@@ -68,6 +68,12 @@ def repeats(program: torch.fx.GraphModule, *, marked: bool) -> bool:
     return any(place.call and (place.region or not marked) for place in places)
 
 
+def marked_blocks(program: torch.fx.GraphModule) -> tuple[int, ...]:
+    """Numbers of the blocks that are called at least twice and that the program marks as regions to compile once."""
+    places = [node.meta[PLACE] for node in program.graph.nodes if PLACE in node.meta]
+    return tuple(sorted({place.trace for place in places if place.region and place.call}))
+
+
 #: Calls without a result that change nothing; others are taken for changes of the state of torch.
 _HARMLESS = {torch._C._log_api_usage_once}
 

@@ -14,7 +14,7 @@ from dtensor_compile.compat.dtensor.planned_calls import PlannedCalls
 from dtensor_compile.compat.dynamo.settings import compiles_on_one_rank
 from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.repeated_blocks import repeats
+from dtensor_compile.graph.repeated_blocks import marked_blocks
 from dtensor_compile.ops.call_block import BlockGraph
 from dtensor_compile.options import Options
 from dtensor_compile.recording.graph_log import GraphLog
@@ -90,8 +90,8 @@ class Compilation:
     def shares_blocks(self) -> bool:
         """Whether equal blocks are compiled once: all, or those that the program marks. Each is compiled separately
         while graphs are watched, as watchers get whole graphs."""
-        once = self.options.blocks == "once" or self.options.blocks == "traced" and repeats(self.program, marked=True)
-        return once and not watching()
+        marked = self.options.blocks == "traced" and bool(marked_blocks(self.program))
+        return (self.options.blocks == "once" or marked) and not watching()
 
     @property
     def plans_placements(self) -> bool:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import dtensor_compile
+from dtensor_compile.stages.compiling import key_of
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.compare_values import compare_values
 from tests.cases import needs
@@ -60,6 +61,23 @@ def test_regions_are_compiled_once():
     assert both(lambda: tensor_parallel(Model(block=Region), mesh), blocks="each") == ([], [])
     different, decisions = both(lambda: tensor_parallel(Model(), mesh))  # no region
     assert not different and "compiled once" not in str(decisions)
+
+
+@on_ranks(2)
+def test_marks_are_part_of_the_key_of_caches():
+    """A graph from a cache would call other collectives than one that a rank without it compiles."""
+    mesh, keys = make_mesh((2,), ("tp",)), []
+
+    def keep(this):
+        keys.append(key_of(this))
+        return this.program
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("dtensor_compile.backend.compile_program", keep)
+        for block in (Block, Region, Region):
+            torch._dynamo.reset()
+            torch.compile(tensor_parallel(Model(block=block), mesh), backend="dtensor", fullgraph=True)(batch())
+    assert keys[0] != keys[1] == keys[2]
 
 
 @on_ranks(2)
