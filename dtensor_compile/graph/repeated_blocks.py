@@ -62,16 +62,14 @@ def repeated_blocks(program: torch.fx.GraphModule, *, marked: bool) -> list[Repe
     return blocks
 
 
-def repeats(program: torch.fx.GraphModule, *, marked: bool) -> bool:
-    """Whether a block of a graph, or one that it marks, is called at least twice, in any state of torch."""
-    places = [node.meta[PLACE] for node in program.graph.nodes if PLACE in node.meta]
-    return any(place.call and (place.region or not marked) for place in places)
+def repeated_traces(program: torch.fx.GraphModule, *, marked: bool) -> tuple[int, ...]:
+    """Numbers of the blocks that are called at least twice, in any state of torch.
 
-
-def marked_blocks(program: torch.fx.GraphModule) -> tuple[int, ...]:
-    """Numbers of the blocks that are called at least twice and that the program marks as regions to compile once."""
+    Args:
+        marked: only those that the program marks as regions to compile once.
+    """
     places = [node.meta[PLACE] for node in program.graph.nodes if PLACE in node.meta]
-    return tuple(sorted({place.trace for place in places if place.region and place.call}))
+    return tuple(sorted({place.trace for place in places if place.call and (place.region or not marked)}))
 
 
 #: Calls without a result that change nothing; others are taken for changes of the state of torch.

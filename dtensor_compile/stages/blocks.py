@@ -23,7 +23,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.graph.nodes import across
 from dtensor_compile.graph.operator_traits import SPLITS, is_view
-from dtensor_compile.graph.repeated_blocks import RepeatedBlock, repeated_blocks, repeats, replace_calls
+from dtensor_compile.graph.repeated_blocks import RepeatedBlock, repeated_blocks, repeated_traces, replace_calls
 from dtensor_compile.lowering.lower_collectives import runs_in_order
 from dtensor_compile.ops.call_block import BlockGraph, call_graph_of_block
 from dtensor_compile.stages.compilation import Compilation
@@ -63,7 +63,7 @@ def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
     """Replaces equal blocks of a Dynamo graph by calls; their graphs are in ``this.blocks`` then."""
     marked = this.options.blocks != "once"
     blocks = repeated_blocks(program, marked=marked)
-    if not blocks and repeats(program, marked=marked):
+    if not blocks and repeated_traces(program, marked=marked):
         reason = "equal calls are compiled one by one: the program changes the state of torch around them"
         this.log.decided([Decision(BLOCKS, "", reason)])
     for number, block in enumerate(blocks):

@@ -14,7 +14,7 @@ from dtensor_compile.compat.dtensor.planned_calls import PlannedCalls
 from dtensor_compile.compat.dynamo.settings import compiles_on_one_rank
 from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.repeated_blocks import marked_blocks
+from dtensor_compile.graph.repeated_blocks import repeated_traces
 from dtensor_compile.ops.call_block import BlockGraph
 from dtensor_compile.options import Options
 from dtensor_compile.recording.graph_log import GraphLog
@@ -90,7 +90,7 @@ class Compilation:
     def shares_blocks(self) -> bool:
         """Whether equal blocks are compiled once: all, or those that the program marks. Each is compiled separately
         while graphs are watched, as watchers get whole graphs."""
-        marked = self.options.blocks == "traced" and bool(marked_blocks(self.program))
+        marked = self.options.blocks == "traced" and bool(repeated_traces(self.program, marked=True))
         return (self.options.blocks == "once" or marked) and not watching()
 
     @property

@@ -39,7 +39,7 @@ from dtensor_compile.fixups.failing_backward import defer_backward_errors
 from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.graph.global_annotations import mark_local_tensors
 from dtensor_compile.graph.inline_subgraph import is_whole
-from dtensor_compile.graph.repeated_blocks import marked_blocks
+from dtensor_compile.graph.repeated_blocks import repeated_traces
 from dtensor_compile.ir import known_groups
 from dtensor_compile.ir.rank_free import dims_of_name, rank_free
 from dtensor_compile.ops.call_block import block_graphs
@@ -114,7 +114,7 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
     # A program of which it is shown that ranks have the same graphs has the key of the first of them.
     place = (*cache_key(), on_one_host()) if this.shares is None else ("artifacts", this.digest, this.shares)
     facts: tuple[Any, ...] = (this.rank_free, implicit_replication_is_allowed(), async_inputs(this.inputs))
-    facts += (*local_layouts(this.program.graph), marked_blocks(this.program))
+    facts += (*local_layouts(this.program.graph), repeated_traces(this.program, marked=True))
     if this.options.plan == "global":  # whose costs are those of the sizes of this call
         facts += tuple(size_hint(x) for x in this.inputs if isinstance(x, torch.SymInt))
     return (*this.options.cache_key(), *facts, place)

@@ -154,7 +154,7 @@ def _placed(program: torch.fx.GraphModule, this: Compilation) -> _Program:
 
     def recorded() -> list[tuple[DeviceMesh, RecordedStep]]:
         if this.shares_blocks:
-            raise ProgramError('equal blocks are compiled once (blocks="once")')
+            raise ProgramError('equal blocks are compiled once (blocks="once", or nested_compile_region)')
         meshes = tensor_meshes(program)
         steps = record_program(program, this.inputs, meshes, module_path)
         called = [(mesh, step) for mesh, step in zip(meshes, steps) if step.calls]

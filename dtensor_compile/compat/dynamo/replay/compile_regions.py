@@ -59,7 +59,10 @@ def regions_called() -> Iterator[None]:
             called = function_of(function)
             notes(tx, "regions")[called.__code__] = True
             if not is_inside_block(tx) and not is_of_block(tx, called, [*function.self_args(), *given]):
-                reason = "it is a marked region, but not the forward of one of several modules of a class"
+                reason = (
+                    "it is a marked region, but not the forward of one of several modules of a class that is called "
+                    "outside of checkpointed regions and of other operators of higher order"
+                )
                 note_traced_apart(tx, called.__qualname__, reason)
         return function.call_function(tx, given, kwargs)
 
