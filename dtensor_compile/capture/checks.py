@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtensor_compile.capture.trace import emit_redistribution
+from dtensor_compile.capture.trace import emit_redistribution, emit_redistributions
 from dtensor_compile.compat.aot.symbolic.shapes import size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook
+from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook, redistribute_local
 from dtensor_compile.compat.dynamo.trackers.communication_counts import is_counting
 from dtensor_compile.compat.pytree import tree_leaves
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
@@ -152,19 +152,33 @@ def check_redistributions() -> Iterator[None]:
     with index tensors, which have no values while tracing.
     """
 
-    def check(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if source.tensor_meta is not None:
-            shape = source.tensor_meta.shape
-            check_shard_dims(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
-            for placements in (source.placements, target.placements):
-                _fix_sizes_of_single_rows(shape, placements, compat_mesh.real_mesh(target.mesh).shape)
-                check_reductions(placements, f"a tensor of shape {list(shape)}")
+    def one(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
+        _check_redistribution(source, target)
         if is_counting() and not any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements)):
             return stock()
         return emit_redistribution(local, source, target, stock)
 
-    with redistribute_hook(check):
+    def several(
+        locals_: Sequence[torch.Tensor], sources: Sequence[Spec], targets: Sequence[Spec]
+    ) -> Sequence[torch.Tensor]:
+        if is_counting():
+            return [redistribute_local(*each) for each in zip(locals_, sources, targets, strict=True)]
+        for source, target in zip(sources, targets, strict=True):
+            _check_redistribution(source, target)
+        return emit_redistributions(locals_, sources, targets)
+
+    with redistribute_hook(one, several):
         yield
+
+
+def _check_redistribution(source: Spec, target: Spec) -> None:
+    if source.tensor_meta is None:
+        return
+    shape = source.tensor_meta.shape
+    check_shard_dims(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
+    for placements in (source.placements, target.placements):
+        _fix_sizes_of_single_rows(shape, placements, compat_mesh.real_mesh(target.mesh).shape)
+        check_reductions(placements, f"a tensor of shape {list(shape)}")
 
 
 def _fix_sizes_of_single_rows(shape: Sequence[Any], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> None:

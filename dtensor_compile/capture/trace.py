@@ -15,8 +15,10 @@ own code, and the resulting nodes record the reason (`HANDED_BACK`):
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +44,7 @@ from dtensor_compile.graph.nodes import FORCED_BY, HANDED_BACK
 from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_text, parse_mesh
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.ops.redistribute import check_local, plan_of, redistribute_op
+from dtensor_compile.ops.redistribute_together import redistribute_together, redistribute_together_op
 
 
 class HandedBack(NamedTuple):
@@ -57,7 +60,7 @@ _numbers = itertools.count()
 @contextlib.contextmanager
 def capture_redistributions() -> Iterator[None]:
     """While active, redistributions that this thread traces are recorded as operators."""
-    with redistribute_hook(emit_redistribution):
+    with redistribute_hook(emit_redistribution, emit_redistributions):
         yield
 
 
@@ -78,9 +81,33 @@ def emit_redistribution(
         local = apply_mask(p, local)
     if not change.is_needed:
         return local
-    result = redistribute_op(local, *change.specs, change.mesh, change.shape)
+    result = redistribute_op(local, *change.arguments)
     note_origin()
     return result
+
+
+def emit_redistributions(
+    locals_: Sequence[torch.Tensor], sources: Sequence[Spec], targets: Sequence[Spec]
+) -> list[torch.Tensor]:
+    """The local tensors in the target specs, by one operator for all changes that the operator supports, the others
+    by `emit_redistribution`."""
+    results: list[torch.Tensor] = []
+    together: list[tuple[int, _Operator]] = []
+    for i, (local, source, target) in enumerate(zip(locals_, sources, targets, strict=True)):
+        change = _change(local, source, target) if compat_mesh.is_member(compat_mesh.real_mesh(source.mesh)) else ""
+        if isinstance(change, _Operator) and change.is_needed and not change.masks:
+            mark_node(local, source)
+            together.append((i, change))
+            results.append(local)
+        else:
+            stock = functools.partial(stock_redistribute_local, local, source, target)
+            results.append(emit_redistribution(local, source, target, stock))
+    if together:
+        made = redistribute_together([results[i] for i, _ in together], [change.arguments for _, change in together])
+        note_origin()
+        for (i, _), result in zip(together, made, strict=True):
+            results[i] = result
+    return results
 
 
 class _ToMask(NamedTuple):
@@ -106,6 +133,10 @@ class _Operator(NamedTuple):
     mesh: str
     shape: torch.Size
     is_needed: bool
+
+    @property
+    def arguments(self) -> tuple[str, str, str, torch.Size]:
+        return (*self.specs, self.mesh, self.shape)
 
 
 def _change(local: torch.Tensor, source: Spec, target: Spec) -> _Operator | _ToMask | str:
@@ -164,7 +195,9 @@ def _hand_back(stock: Callable[[], torch.Tensor], reason: str) -> torch.Tensor:
 def note_origin() -> None:
     """Records on the last traced node which operator forced the redistribution, for readers of the graph."""
     node = newest_node()
-    if node is not None and node.target is redistribute_op:
+    if node is not None and node.target is operator.getitem:
+        (node,) = node.all_input_nodes
+    if node is not None and node.target in {redistribute_op, redistribute_together_op}:
         node.meta[FORCED_BY] = forcing_operator()
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dtensor_compile.compat.aot.fx import SavedGraph, copy_of_graph, put_back
+from dtensor_compile.compat.aot.fx import SavedGraph, copy_of_graph, is_as_saved, put_back
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.graph.nodes import has_even_shards, redistributions
@@ -100,7 +100,7 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
             saved = copy_of_graph(graph)
         try:
             with this.timing(step.name):
-                made = _result(step, subject, this, uneven)
+                made = _result(step, subject, this, uneven, saved)
         except Exception as error:
             if not optional:
                 if not isinstance(error, DTensorCompileError):
@@ -118,13 +118,19 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
 
 
 def _result(
-    step: GraphStep, subject: torch.fx.Graph | torch.fx.GraphModule, this: StepContext, uneven: bool
+    step: GraphStep,
+    subject: torch.fx.Graph | torch.fx.GraphModule,
+    this: StepContext,
+    uneven: bool,
+    saved: SavedGraph | None,
 ) -> list[Decision] | None:
-    """The decisions of a step, after it ran and changed the graph."""
+    """The decisions of a step, after it ran and changed the graph; `saved` is its state before, if that is known."""
     with sizes_differ(uneven):
         made = step.run(subject, *step.takes(this))
     if not step.reads and (made or not step.required):
-        (subject.graph if isinstance(subject, torch.fx.GraphModule) else subject).lint()
+        graph = subject.graph if isinstance(subject, torch.fx.GraphModule) else subject
+        if saved is None or not is_as_saved(graph, saved):
+            graph.lint()
     return made
 
 

@@ -204,8 +204,7 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node], pieces
     with graph.inserting_before(start):
         (packed,) = pieces.add(start, pack, inputs, ("pack", n))
         exchange = _exchange(packed, [sum(sizes)] * n, start)
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    with graph.inserting_before(min(waits, key=order.__getitem__)):
+    with graph.inserting_before(min(waits)):
         results = pieces.add(start, add, (_waited(exchange, start),), (op, n, *shapes))
     for item, wait, result in zip(items, done_by, results):
         wait.replace_all_uses_with(result)

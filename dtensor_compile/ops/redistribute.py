@@ -136,7 +136,8 @@ def _relate_sizes(local: torch.Tensor, source: Sequence[Placement], layout: Mesh
             guard_equal(local.size(d) * n, size)
 
 
-def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
+def fake_result_of(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
+    """The result for a fake `local`; this is the fake kernel."""
     layout = parse_mesh(mesh)
     coordinate = layout.coordinate(_my_rank())
     if coordinate is None:
@@ -150,4 +151,4 @@ def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Seque
 
 
 _library.impl("redistribute", carry_out, "CompositeExplicitAutograd")
-_library._register_fake("redistribute", _fake)
+_library._register_fake("redistribute", fake_result_of)

@@ -3,18 +3,20 @@
 A wrapper defines the tensor that the forward uses in place of a parameter, and the reduction of its gradient. Both are
 one function of the parameter here, with the second as the gradient of the first:
 
-    unshard(param, ...)           sharded DTensor -> whole tensor;  gradient: mean over the ranks, as a sharded DTensor,
-                                                                    or none: it is held until a later pass reduces it,
-                                                                    whole, or its shard, which waits for replicas
-    average_gradient(param, ...)  the parameter itself;             gradient: mean over the ranks
+    unshard(params, ...)          sharded DTensors -> whole tensors;  gradient: mean over the ranks, as sharded
+                                                                      DTensors, or none: it is held until a later pass
+                                                                      reduces it, whole, or its shard, which waits for
+                                                                      replicas
+    average_gradient(param, ...)  the parameter itself;               gradient: mean over the ranks
 
 AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that
-communication of wrappers is planned with everything else.
+communication of wrappers is planned with everything else. The parameters of one call of a wrapped module are one call
+here, since tracing costs for each operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,7 @@ from dtensor_compile.compat.dtensor.specs import (
     Spec,
     local_and_spec,
     make_spec,
-    redistribute_local,
+    redistribute_locals,
     with_local,
 )
 from dtensor_compile.ir.spec import parse_spec, spec_text
@@ -81,7 +83,13 @@ class _Outer(NamedTuple):
 
 
 class _Unsharding(NamedTuple):
-    """The arguments of `unshard` but the parameter."""
+    """What `unshard` does with one parameter.
+
+    Attributes:
+        mesh, outer, placements, size, dtype, reduction, held, place: see `unshard`.
+        group: of collectives that are sent together.
+        holder: the tensor with the number of the group whose gradients are held; None if they are not.
+    """
 
     mesh: Any
     outer: _Outer | None
@@ -89,108 +97,159 @@ class _Unsharding(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype | None
     reduction: Reduction
+    held: fsdp.HeldGradient
+    place: int
     group: Group
-    held: fsdp.HeldGradient = fsdp.HeldGradient()
-    place: int = 0
+    holder: torch.Tensor | None = None
 
-    def move(self, local: torch.Tensor, before: tuple[Placement, ...], after: tuple[Placement, ...]) -> torch.Tensor:
-        mesh = real_mesh(self.mesh)
-        source, target = (make_spec(mesh, placements, self.size, local.dtype) for placements in (before, after))
-        return send_with(redistribute_local(local, source, target), self.group)
+    @property
+    def replicated(self) -> tuple[Placement, ...]:
+        return (Replicate(),) * len(self.placements)
 
-    def reduced(self, grad: torch.Tensor, holder: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The shard of the mean of whole gradients, in the dtype of the parameter; None if it is held."""
+    def arrived(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """What is to be reduced of the gradient of the whole parameter, a local tensor; None if it is held."""
+        placements: tuple[Placement, ...] = ()
+        if self.outer is not None:
+            assert isinstance(grad, DTensor), type(grad)
+            placements = fsdp_gradients.reduced_placements(
+                grad.placements, self.outer.placements, self.outer.data_parallel
+            )
+            if placements != grad.placements:
+                grad = grad.redistribute(placements=placements)
+            grad, _ = local_and_spec(grad)
+            send_with(grad, self.group)
+        if self.held.whole == "hold":
+            hold_gradient(grad, self.holder, self.place, spec_text(placements), 0)
+            return None
+        grad = _cast(grad, self.reduction.dtype)
+        return with_held_gradient(grad, self.holder, self.place, 0) if self.held.whole == "release" else grad
+
+    def to_shard(self, grad: torch.Tensor) -> tuple[torch.Tensor, tuple[Placement, ...]] | None:
+        """The tensor that remains to be redistributed to the placements of the parameter, and its own; None if it is
+        held."""
         grad, partial = _divide(grad, self.reduction.before), Partial(self.reduction.op)
         placements: tuple[Placement, ...] = (partial,) * len(self.placements)
-        if self.held.shard:
-            placements, before = (partial, *self.placements[1:]), placements
-            grad = self.move(grad, before, placements)
-            if self.held.shard == "hold":
-                hold_shard(grad, holder, self.place, 0)
-                return None
-            grad = with_held_shard(grad, holder, self.place, 0)
-        grad = self.move(grad, placements, self.placements)
-        return _cast(_divide(grad, self.reduction.after), dtype)
+        if not self.held.shard:
+            return grad, placements
+        placements, before = (partial, *self.placements[1:]), placements
+        (grad,) = _move([self], [grad], [before], [placements])
+        if self.held.shard == "hold":
+            hold_shard(grad, self.holder, self.place, 0)
+            return None
+        return with_held_shard(grad, self.holder, self.place, 0), placements
+
+
+def _move(
+    hows: Sequence[_Unsharding],
+    locals_: Sequence[torch.Tensor],
+    before: Sequence[tuple[Placement, ...]],
+    after: Sequence[tuple[Placement, ...]],
+) -> list[torch.Tensor]:
+    """Local tensors in other placements on the meshes of their parameters."""
+    specs = [
+        [make_spec(real_mesh(how.mesh), placements, how.size, local.dtype) for placements in (source, target)]
+        for how, local, source, target in zip(hows, locals_, before, after, strict=True)
+    ]
+    moved = redistribute_locals(locals_, [source for source, _ in specs], [target for _, target in specs])
+    return [send_with(tensor, how.group) for how, tensor in zip(hows, moved, strict=True)]
+
+
+def _reduce(
+    hows: Sequence[_Unsharding], grads: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor | None]:
+    """The shards of the means of whole gradients, in the dtypes of the parameters; None for one that is held."""
+    shards: list[torch.Tensor | None] = [None] * len(hows)
+    found = [(i, left) for i, how in enumerate(hows) if (left := how.to_shard(grads[i])) is not None]
+    moving = [hows[i] for i, _ in found]
+    moved = _move(
+        moving,
+        [grad for _, (grad, _) in found],
+        [placements for _, (_, placements) in found],
+        [how.placements for how in moving],
+    )
+    for (i, _), shard in zip(found, moved, strict=True):
+        shards[i] = _cast(_divide(shard, hows[i].reduction.after), dtypes[i])
+    return shards
 
 
 class _Unshard(torch.autograd.Function):
-    """Below autograd and DTensor: local tensors, and one redistribution each way."""
+    """Below autograd and DTensor: local tensors, and one redistribution of each parameter each way."""
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor, holder: torch.Tensor | None, how: _Unsharding) -> torch.Tensor:
-        local, ctx.spec = local_and_spec(param)
-        ctx.holder, ctx.how = holder, how
-        whole = how.move(_cast(local, how.dtype), how.placements, (Replicate(),) * len(how.placements))
-        whole = whole.view_as(whole) if whole is local else whole
-        return whole if how.outer is None else with_local(whole, how.outer.spec(ctx.spec, whole.dtype))
+    def forward(ctx: Any, hows: Sequence[_Unsharding], *params: DTensor) -> tuple[torch.Tensor, ...]:
+        found = [local_and_spec(param) for param in params]
+        ctx.specs, ctx.hows = [spec for _, spec in found], hows
+        ctx.set_materialize_grads(False)
+        locals_ = [_cast(local, how.dtype) for (local, _), how in zip(found, hows, strict=True)]
+        moved = _move(hows, locals_, [how.placements for how in hows], [how.replicated for how in hows])
+        results = []
+        for how, (local, spec), whole in zip(hows, found, moved, strict=True):
+            whole = whole.view_as(whole) if whole is local else whole
+            results.append(whole if how.outer is None else with_local(whole, how.outer.spec(spec, whole.dtype)))
+        frozen = [whole for whole, needed in zip(results, ctx.needs_input_grad[1:], strict=True) if not needed]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        how, reduction = ctx.how, ctx.how.reduction
-        placements: tuple[Placement, ...] = ()
-        if how.outer is not None:
-            assert isinstance(grad, DTensor), type(grad)
-            placements = fsdp_gradients.reduced_placements(
-                grad.placements, how.outer.placements, how.outer.data_parallel
-            )
-            grad, _ = local_and_spec(grad.redistribute(placements=placements))
-            send_with(grad, how.group)
-        if how.held.whole == "hold":
-            hold_gradient(grad, ctx.holder, how.place, spec_text(placements), 0)
-            return None, None, None
-        grad = _cast(grad, reduction.dtype)
-        if how.held.whole == "release":
-            grad = with_held_gradient(grad, ctx.holder, how.place, 0)
-        shard = how.reduced(grad, ctx.holder, ctx.spec.tensor_meta.dtype)
-        return None if shard is None else with_local(shard, ctx.spec), None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found = []
+        for i, (how, grad, needed) in enumerate(zip(ctx.hows, grads, ctx.needs_input_grad[1:], strict=True)):
+            if grad is not None and needed and (arrived := how.arrived(grad)) is not None:
+                found.append((i, arrived))
+        dtypes = [ctx.specs[i].tensor_meta.dtype for i, _ in found]
+        shards = _reduce([ctx.hows[i] for i, _ in found], [grad for _, grad in found], dtypes)
+        results: list[torch.Tensor | None] = [None] * len(grads)
+        for (i, _), shard in zip(found, shards, strict=True):
+            results[i] = None if shard is None else with_local(shard, ctx.specs[i])
+        return None, *results
 
 
-def unshard(  # noqa: PLR0913, PLR0917 - arguments of a call in Dynamo's graph, which are plain constants
-    param: DTensor,
-    mesh: Any,
-    outer: tuple[Any, ...] | None,
-    placements: str,
-    size: tuple[int, ...],
-    dtype: torch.dtype | None,
-    reduction: tuple[Any, ...],
+def unshard(
+    params: Sequence[DTensor],
+    sharded: Sequence[tuple[Any, ...]],
     reshard: bool,
     group: str,
-    held: tuple[str, str] = ("", ""),
-    holder: torch.Tensor | None = None,
-    index: int = 0,
-) -> torch.Tensor:
-    """The tensor that the forward uses in place of a parameter that data-parallel ranks share.
+    holders: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that the forward uses in place of parameters that data-parallel ranks share.
 
     Args:
-        param: sharded over `mesh`, and over other dims where the module is tensor-parallel too.
-        mesh: the data-parallel mesh: one dim, or two of which the first replicates.
-        outer: an `_Outer`, with its placements as text: the DTensor that comes out; None: a plain tensor comes out.
-        placements: text form, on `mesh`.
-        size: size of the tensor that the ranks of `mesh` share; the local size if the result is a DTensor.
-        dtype: dtype of the result; None keeps that of the parameter.
-        reduction: a `Reduction`.
-        reshard: whether the backward gathers it again, instead of saving it.
+        params: sharded over the mesh, and over other dims where the module is tensor-parallel too.
+        sharded: of each parameter, as plain constants:
+
+            - the data-parallel mesh: one dim, or two of which the first replicates;
+            - an `_Outer`, with its placements as text: the DTensor that comes out; None: a plain tensor comes out;
+            - placements on the mesh, as text;
+            - size of the tensor that the ranks of the mesh share; the local size if the result is a DTensor;
+            - dtype of the result; None keeps that of the parameter;
+            - a `Reduction`;
+            - handling of gradients that wait to be reduced, and the number of the parameter in its group
+              (`compat.distributed.fsdp.Sharded`).
+        reshard: whether the backward gathers them again, instead of saving them.
         group: name of the group that is gathered and reduced together.
-        held, holder, index: handling of gradients that wait to be reduced (`compat.distributed.fsdp.Sharded`).
+        holders: of gradients that wait to be reduced, one for each parameter; none if no gradient does.
 
     Returns:
-        The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or
-        held.
+        The whole parameters. Their gradients, different on each rank, are reduced to the placements of the parameters,
+        or held. A parameter without a gradient keeps none.
     """
-    of = None if outer is None else _Outer(outer[0], parse_spec(outer[1]), tuple(outer[2]))
-    how = _Unsharding(
-        mesh,
-        of,
-        parse_spec(placements),
-        tuple(size),
-        dtype,
-        Reduction(*reduction),
-        Group(group),
-        fsdp.HeldGradient(*held),
-        index,
-    )
+    hows = [
+        _Unsharding(
+            mesh,
+            None if outer is None else _Outer(outer[0], parse_spec(outer[1]), tuple(outer[2])),
+            parse_spec(placements),
+            tuple(size),
+            dtype,
+            Reduction(*reduction),
+            fsdp.HeldGradient(*held),
+            index,
+            Group(group),
+            holders[i] if holders else None,
+        )
+        for i, (mesh, outer, placements, size, dtype, reduction, held, index) in enumerate(sharded)
+    ]
     with recomputed_in_backward(reshard):
-        return _Unshard.apply(param, holder, how)
+        return _Unshard.apply(hows, *params)
 
 
 def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tuple[str | int, ...]]) -> None:
@@ -214,13 +273,14 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
                 sharded.size,
                 sharded.dtype,
                 reduction,
-                Group("held"),
                 sharded.held,
                 sharded.index,
+                Group("held"),
+                fsdp_gradients.holder_of(found, sharded),
             )
             assert isinstance(param, DTensor), type(param)
             local, spec = local_and_spec(param)
-            shard = how.reduced(_cast(held, reduction.dtype), fsdp_gradients.holder_of(found, sharded), local.dtype)
+            (shard,) = _reduce([how], [_cast(held, reduction.dtype)], [local.dtype])
             if shard is not None:
                 grad = with_local(shard, spec)
                 param.grad = grad if param.grad is None else param.grad + grad

@@ -249,9 +249,7 @@ def _ready(start: torch.fx.Node, first: torch.fx.Node, position: dict[torch.fx.N
 
 
 def _merge(bucket: _Bucket) -> Decision:
-    starts = sorted(
-        bucket.starts, key={node: index for index, node in enumerate(bucket.starts[0].graph.nodes)}.__getitem__
-    )
+    starts = sorted(bucket.starts)
     first, place = starts[0], starts[-1] if bucket.late else starts[0]
     graph = first.graph
     if not bucket.late:
@@ -270,7 +268,7 @@ def _merge(bucket: _Bucket) -> Decision:
     for start, item in zip(starts, items):
         item.meta = dict(start.meta)
         if bucket.late:
-            lower_users(start, place, {node: index for index, node in enumerate(graph.nodes)})
+            lower_users(start, place)
         start.replace_all_uses_with(item)
         graph.erase_node(start)
     kind, where = collective_of(merged).kind, source_line(merged)
@@ -285,13 +283,12 @@ def _merge(bucket: _Bucket) -> Decision:
 
 def _raise(starts: list[torch.fx.Node], first: torch.fx.Node) -> None:
     """Moves the operands of `starts` in front of `first`."""
-    position = {node: index for index, node in enumerate(first.graph.nodes)}
     needed: set[torch.fx.Node] = set()
     stack = [source for start in starts for source in start.all_input_nodes]
     while stack:
         node = stack.pop()
-        if node not in needed and position[node] > position[first]:
+        if node not in needed and node > first:
             needed.add(node)
             stack.extend(node.all_input_nodes)
-    for node in sorted(needed, key=position.__getitem__):
+    for node in sorted(needed):
         first.prepend(node)

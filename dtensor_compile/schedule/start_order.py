@@ -83,22 +83,22 @@ def _sink_gathers(graph: torch.fx.Graph) -> int:
         earlier = [other for other in gathers[index + 1 :] if uses[other] < uses[this] and position[other] < limit]
         target = max(earlier, key=position.__getitem__, default=None)
         if target is not None and position[target] < uses[this]:
-            lower_users(this, target, position)
+            lower_users(this, target)
             target.append(this)
             moved += 1
     return moved
 
 
-def lower_users(start: torch.fx.Node, place: torch.fx.Node, position: dict[torch.fx.Node, int]) -> None:
+def lower_users(start: torch.fx.Node, place: torch.fx.Node) -> None:
     """Moves the waits for `start`, and the copies behind them, after `place`."""
     found: set[torch.fx.Node] = set()
     stack = [start]
     while stack:
         for user in stack.pop().users:
-            if user not in found and user.op != "output" and position[user] < position[place]:
+            if user not in found and user.op != "output" and user < place:
                 found.add(user)
                 stack.append(user)
-    for node in sorted(found, key=position.__getitem__, reverse=True):
+    for node in sorted(found, reverse=True):
         place.append(node)
 
 

@@ -28,6 +28,7 @@ from dtensor_compile.lowering.order_rows import order_rows, rows_left
 from dtensor_compile.lowering.regather import regather
 from dtensor_compile.lowering.send_transposed import columns_left, send_transposed
 from dtensor_compile.passes import steps as passes
+from dtensor_compile.passes.separate_redistributions import separate_redistributions
 from dtensor_compile.schedule.left_alone import handed_back
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.topology.network import plans_for
@@ -77,6 +78,7 @@ def repeatable(graph: torch.fx.Graph, this: Compilation) -> None:
 #: Redistributions.
 PLAN = (
     GraphStep(check_hooks, required=True, reads=True),
+    GraphStep(separate_redistributions, required=True),
     GraphStep(separate_waits, required=True),
     GraphStep(make_tokens_real, required=True),
     GraphStep(make_masks_boolean, required=True),

@@ -58,6 +58,7 @@ from dtensor_compile.compat.dynamo.trackers.module_calls import (
     handle_functions,
     member,
     notes,
+    parameter_of,
     real_value,
     replace_parameter,
     restore_parameter,
@@ -113,15 +114,13 @@ def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: b
     made, group = notes(tx, "averaged"), ddp.group(owner)
     together, limits = gathering_name(tx, owner, owner), ddp.bucket_limits(owner)
     for path, name, parameter in ddp.paths_of(real_value(tx, module), set(ddp.parameters(owner))):
-
-        def averaged(param: VariableTracker, parameter: torch.nn.Parameter = parameter) -> VariableTracker:
-            if id(parameter) not in made:
-                made[id(parameter)] = emit_call(
-                    tx, average_gradient, param, group.group_name, group.size(), together, limits
-                )
-            return made[id(parameter)]
-
-        replace_parameter(tx, submodule(tx, module, path), name, averaged)
+        of = submodule(tx, module, path)
+        param = parameter_of(tx, of, name)
+        if param is not None and id(parameter) not in made:
+            made[id(parameter)] = emit_call(
+                tx, average_gradient, param, group.group_name, group.size(), together, limits
+            )
+        replace_parameter(tx, of, name, made.get(id(parameter)))
 
 
 def _plain_again(tx: Translator, owner: ddp.DDP, module: VariableTracker) -> None:

@@ -13,8 +13,10 @@ from dtensor_compile.compat.distributed import fsdp, fsdp_gradients
 from dtensor_compile.compat.dynamo.trackers.after_graph import call_after_graph
 from dtensor_compile.compat.dynamo.trackers.calls import Call, emit_call, is_used
 from dtensor_compile.compat.dynamo.trackers.module_calls import (
+    items_of,
     member,
     notes,
+    parameter_of,
     real_value,
     replace_parameter,
     restore_parameter,
@@ -49,32 +51,31 @@ def _of_state(tx: Translator, subject: VariableTracker, path: Sequence[str | int
 
 
 def _unsharded(
-    tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, subject: VariableTracker
-) -> VariableTracker:
-    held: tuple[Any, ...] = ()
-    if any(sharded.held) and torch.is_grad_enabled():
-        held = (tuple(sharded.held), _of_state(tx, subject, sharded.holder), sharded.index)
-    outer = None
-    if sharded.outer_mesh is not None:
-        outer = tuple_of(
-            build(tx, sharded.outer_mesh),
-            build(tx, spec_text(sharded.outer_placements)),
-            build(tx, sharded.data_parallel),
+    tx: Translator, params: Sequence[tuple[fsdp.Sharded, VariableTracker]], group: str, subject: VariableTracker
+) -> dict[tuple[str | int, ...], VariableTracker]:
+    """The whole parameters by their paths from the state, by one call."""
+    sharded = [each for each, _ in params]
+    holders: tuple[VariableTracker, ...] = ()
+    held = torch.is_grad_enabled() and any(any(each.held) for each in sharded)
+    if held:
+        holders = tuple(_of_state(tx, subject, each.holder) for each in sharded)
+    constants = tuple(
+        (
+            build(tx, each.mesh),
+            None
+            if each.outer_mesh is None
+            else (build(tx, each.outer_mesh), spec_text(each.outer_placements), each.data_parallel),
+            spec_text(each.placements),
+            each.size,
+            each.dtype,
+            tuple(Reduction.of(each)),
+            tuple(each.held if held else fsdp.HeldGradient()),
+            each.index,
         )
-    return emit_call(
-        tx,
-        unshard,
-        param,
-        build(tx, sharded.mesh),
-        outer,
-        spec_text(sharded.placements),
-        sharded.size,
-        sharded.dtype,
-        tuple(Reduction.of(sharded)),
-        sharded.reshard,
-        group,
-        *held,
+        for each in sharded
     )
+    called = emit_call(tx, unshard, tuple(param for _, param in params), constants, sharded[0].reshard, group, holders)
+    return {each.path: whole for each, whole in zip(sharded, items_of(called), strict=True)}
 
 
 def _fsdp_pre_forward(
@@ -99,20 +100,24 @@ def _fsdp_pre_forward(
         gathering_name(tx, state, real_value(tx, module)),
         notes(tx, "unsharded").setdefault(id(state), {}),
     )
-    for sharded in fsdp.sharded_parameters(state):
-        made: list[VariableTracker] = []
-
-        def whole(
-            found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made
-        ) -> VariableTracker:
-            if not made:  # a tied parameter is gathered once
-                param = found.realize() if at_rest else _of_state(tx, subject, sharded.path)
-                made.append(_unsharded(tx, sharded, param, group, subject))
-                unsharded.setdefault(sharded.path, []).extend(made)
-            return made[0]
-
-        for path, name in _places(real_value(tx, module), sharded):
-            replace_parameter(tx, submodule(tx, module, path), name, whole)
+    places = [
+        (sharded, submodule(tx, module, path), name)
+        for sharded in fsdp.sharded_parameters(state)
+        for path, name in _places(real_value(tx, module), sharded)
+    ]
+    found: dict[tuple[str | int, ...], tuple[fsdp.Sharded, VariableTracker]] = {}
+    for sharded, of, name in places:
+        param = parameter_of(tx, of, name)
+        if param is not None and sharded.path not in found:  # a tied parameter is gathered once
+            found[sharded.path] = sharded, param.realize() if at_rest else _of_state(tx, subject, sharded.path)
+    made: dict[tuple[str | int, ...], VariableTracker] = {}
+    for reshard in dict.fromkeys(sharded.reshard for sharded, _ in found.values()):
+        together = [(sharded, param) for sharded, param in found.values() if sharded.reshard == reshard]
+        made |= _unsharded(tx, together, group, subject)
+    for path, whole in made.items():
+        unsharded.setdefault(path, []).append(whole)
+    for sharded, of, name in places:
+        replace_parameter(tx, of, name, made.get(sharded.path))
     if not at_rest:
         call_after_graph(tx, functools.partial(fsdp.put_to_rest, weakref.ref(state)), [])
     return tuple_of(inputs, named_inputs)

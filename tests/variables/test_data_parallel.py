@@ -299,6 +299,23 @@ def test_tied_and_frozen_parameters():
 
 
 @on_ranks(2)
+def test_parameters_of_one_call_that_are_unused_or_frozen():
+    """They are gathered and reduced by one operator with the others, and keep no gradient."""
+
+    class Model(MLP):
+        def __init__(self):
+            super().__init__((6, 6, 6))
+            self.unused = torch.nn.Linear(6, 6)
+
+    def build():
+        model = Model()
+        model.up.weight.requires_grad_(False)
+        return fully_shard(model, mesh=dp_mesh())
+
+    assert_same(build, width=6, steps=2)
+
+
+@on_ranks(2)
 def test_one_module_called_twice():
     class Model(MLP):
         def forward(self, x):

@@ -17,6 +17,7 @@ import torch._functorch.config as aot_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from dtensor_compile.compat.aot.autograd_functions import functions_built, inside_of_block
 from dtensor_compile.compat.aot.partition import bases_saved
@@ -54,7 +55,7 @@ def programs_changed(change: Callable[[torch.fx.GraphModule], None]) -> Iterator
     def called(stock: Any, mod: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(mod, torch.fx.GraphModule):
             return stock(mod, *args, **kwargs)
-        copies.append(torch.fx.GraphModule(mod, copy_of(mod.graph)))
+        copies.append(_LazyGraphModule(mod, copy_of(mod.graph)))  # its nodes are interpreted, no code is needed
         copies[-1].meta = mod.meta
         return stock(copies[-1], *args, **kwargs)
 

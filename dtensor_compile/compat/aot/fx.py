@@ -54,6 +54,14 @@ def copy_of_graph(graph: torch.fx.Graph) -> SavedGraph:
     return tuple(SavedNode(n, n.op, n.target, n.args, n.kwargs, n.name, n.type, dict(n.meta)) for n in graph.nodes)
 
 
+def is_as_saved(graph: torch.fx.Graph, saved: SavedGraph) -> bool:
+    """Whether the nodes of `graph`, their targets and their arguments are those of `saved`; quicker than a lint."""
+    return len(graph.nodes) == len(saved) and all(
+        node is was.node and node.target is was.target and node.args is was.args and node.kwargs is was.kwargs
+        for node, was in zip(graph.nodes, saved)
+    )
+
+
 def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
     """Restores `graph`, with the same node names, whatever state it is in. Nodes held elsewhere become invalid."""
     copy, made = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()

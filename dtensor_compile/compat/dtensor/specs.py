@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +27,10 @@ Spec = DTensorSpec
 stock_redistribute_local = _redistribute.redistribute_local_tensor
 
 RedistributeHook = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, Callable[[], torch.Tensor]], torch.Tensor]
+#: Takes local tensors, their specs, and the target specs; returns the local tensors in these.
+RedistributeSeveral = Callable[
+    [Sequence[torch.Tensor], Sequence[DTensorSpec], Sequence[DTensorSpec]], Sequence[torch.Tensor]
+]
 
 
 @contextlib.contextmanager
@@ -67,6 +72,25 @@ def meta_of(spec: Spec) -> TensorMeta:
 def redistribute_local(local: torch.Tensor, source: Spec, target: Spec) -> torch.Tensor:
     """The local tensor in the target spec, by the function that `redistribute_hook` replaces."""
     return _redistribute.redistribute_local_tensor(local, source, target)
+
+
+class _Hooks(threading.local):
+    """The functions of the open `redistribute_hook` on this thread for several tensors at once."""
+
+    def __init__(self) -> None:
+        self.several: list[RedistributeSeveral] = []
+
+
+_hooks = _Hooks()
+
+
+def redistribute_locals(
+    locals_: Sequence[torch.Tensor], sources: Sequence[Spec], targets: Sequence[Spec]
+) -> list[torch.Tensor]:
+    """Local tensors in the target specs, at once where `redistribute_hook` is active."""
+    if _hooks.several:
+        return list(_hooks.several[-1](locals_, sources, targets))
+    return [redistribute_local(*each) for each in zip(locals_, sources, targets, strict=True)]
 
 
 def local_and_spec(tensor: DTensor) -> tuple[torch.Tensor, Spec]:
@@ -201,8 +225,8 @@ _REDISTRIBUTE = tuple(
     remove_when="DTensor lets a mode or a backend replace redistribute_local_tensor while tracing",
 )
 @contextlib.contextmanager
-def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
-    """While active, redistributions on this thread go to `hook`.
+def redistribute_hook(hook: RedistributeHook, several: RedistributeSeveral) -> Iterator[None]:
+    """While active, redistributions on this thread go to `hook`, and those of `redistribute_locals` to `several`.
 
     ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is torch's
     own redistribution.
@@ -219,6 +243,8 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for row in _REDISTRIBUTE:
             stack.enter_context(patched(row, redistribute_local_tensor))
+        _hooks.several.append(several)
+        stack.callback(_hooks.several.pop)
         yield
 
 
@@ -226,6 +252,6 @@ __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
     "apply_mask", "canonical_placements", "copy_of", "in_storages_of_their_own", "is_traced", "local_and_spec",
     "make_spec", "memory_of",
-    "storage_of", "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local",
-    "writes_to_arguments",
+    "redistribute_hook", "redistribute_local", "redistribute_locals", "stock_redistribute_local", "storage_of",
+    "with_local", "writes_to_arguments",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from torch._inductor import pattern_matcher
 from torch._inductor.fx_passes import joint_graph, post_grad
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.compat.inductor.graph_patterns import possible_patterns
 
 
@@ -27,7 +28,9 @@ def added(x, y, z):
 
 
 def passes():
-    torch.compile(torch.neg)(torch.ones(2))  # registers them
+    with fresh_caches():
+        torch._dynamo.reset()
+        torch.compile(torch.neg)(torch.ones(2))  # registers them; a graph from a cache would not
     return [*joint_graph.pass_patterns, joint_graph.early_patterns, *post_grad.pass_patterns]
 
 

@@ -125,6 +125,12 @@ def tuple_of(*items: VariableTracker) -> VariableTracker:
     return TupleVariable(list(items))
 
 
+def items_of(variable: VariableTracker) -> Sequence[VariableTracker]:
+    """The items of a tuple."""
+    assert isinstance(variable, TupleVariable), variable
+    return variable.items
+
+
 def dict_of(items: Mapping[str, VariableTracker]) -> VariableTracker:
     """``{**items}``"""
     keyed = {ConstantVariable.create(key): value for key, value in items.items()}
@@ -173,20 +179,24 @@ def _place(module: VariableTracker, name: str) -> tuple[int, str]:
     return id(cast("UserDefinedObjectVariable", module.realize()).value), name
 
 
-def replace_parameter(
-    tx: Translator, module: VariableTracker, name: str, make: Callable[[VariableTracker], VariableTracker]
-) -> None:
-    """Makes the program read ``make(parameter)`` instead of a parameter of a module, until `restore_parameter`.
+def parameter_of(tx: Translator, module: VariableTracker, name: str) -> VariableTracker | None:
+    """A parameter of a module; None if it is replaced already."""
+    return None if _before(tx, module, name) else _parameters(tx, module)[_key(name)]
+
+
+def replace_parameter(tx: Translator, module: VariableTracker, name: str, value: VariableTracker | None) -> None:
+    """Makes the program read `value` instead of a parameter of a module, until `restore_parameter`.
 
     The module itself never changes, so the compiled code has nothing to do: a replacement ends in the frame where it
-    began. A nested replacement has no effect.
+    began. A nested replacement has no effect, and needs no value (`parameter_of`).
     """
     items, key = _parameters(tx, module), _key(name)
     before = _before(tx, module, name)
-    value = items[key]
-    items[key] = value if before else make(value)
+    before.append(items[key])
+    if len(before) == 1:
+        assert value is not None, name
+        items[key] = value
     notes(tx, "replaced_by")[_place(module, name)] = items[key]
-    before.append(value)
 
 
 def restore_parameter(tx: Translator, module: VariableTracker, name: str) -> None:
