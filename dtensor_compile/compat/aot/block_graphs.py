@@ -39,6 +39,7 @@ _TRACED = patch("torch._functorch.aot_autograd:create_aot_state", "stack flat_fn
     _TRACED,
     hook("torch._functorch.config:force_non_lazy_backward_lowering"),
     hook("torch._functorch.config:check_custom_op_aliasing"),
+    hook("torch.fx._lazy_graph_module:_LazyGraphModule"),
     without="every block of a model is compiled by itself",
     upstream="not reported: invoke_subgraph does so for marked functions, but not with DTensors",
     remove_when="invoke_subgraph takes DTensors, and equal modules are found without marks",
