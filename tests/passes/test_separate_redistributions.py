@@ -1,4 +1,4 @@
-"""Several redistributions traced as one operator become nodes of their own, gradients where they are made."""
+"""Several redistributions traced as one operator become nodes of their own."""
 
 import torch
 from expecttest import TestCase
@@ -26,16 +26,6 @@ def two_parameters():
     return rewritten(separated, function, local(2, 6), local(2, 3), local(2))
 
 
-def two_gradients():
-    def function(x, y):
-        first = torch.sin(x)
-        cast = first.to(torch.float64) / 2
-        second = torch.cos(y)
-        return tuple(together([cast, second], [("P(sum)", "S(0)", (4, 6)), ("P(sum)", "S(0)", (4,))]))
-
-    return rewritten(separated, function, local(4, 6), local(4))
-
-
 class Golden(TestCase):
     def test_unread_results_are_not_redistributed(self):
         _, after, _ = run_on_ranks(2, two_parameters)[0]
@@ -50,23 +40,6 @@ redistribute_default_1: [2, 6] = redistribute(y_1, S(1)->R)
 sin: [4, 6] = sin(redistribute_default)
 cos: [2, 6] = cos(redistribute_default_1)
 return [sin, cos]
-""",
-        )
-
-    def test_gradients_are_reduced_where_they_are_made(self):
-        _, after, _ = run_on_ranks(2, two_gradients)[0]
-        self.assertExpectedInline(
-            after,
-            """\
-x_1: [4, 6]
-y_1: [4]
-sin: [4, 6] = sin(x_1)
-_to_copy: [4, 6] = _to_copy(sin, dtype=torch.float64)
-div: [4, 6] = div(_to_copy, 2)
-redistribute_default: [2, 6] = redistribute(div, P(sum)->S(0))
-cos: [4] = cos(y_1)
-redistribute_default_1: [2] = redistribute(cos, P(sum)->S(0))
-return [redistribute_default, redistribute_default_1]
 """,
         )
 
