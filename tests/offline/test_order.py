@@ -103,3 +103,17 @@ def test_a_collective_of_the_program_constrains_waits_alone():
     assert all(graph.order is not None for graph in recording.graphs)
     idle = [c.name for written in graphs for c, dim in written if dim != "tp" and not c.between]
     assert len(idle) <= 3, idle
+
+
+def test_sums_of_the_gradients_of_a_block_are_one_collective():
+    """Gradients of its norms, partial over tensor-parallel ranks: they are traced when all gradients of the block are
+    there."""
+    with offline.job(RANKS):
+        built = build("fully_shard x tensor parallel: plain", "cpu", dataclasses.replace(SMALL, layers=2))
+        with dtensor_compile.record() as recording:
+            built.step(lambda f: torch.compile(f, backend="dtensor_aten", fullgraph=True))
+    sums = [c for graph in recording.graphs for c in graph.collectives if c.kind == "all_reduce"]
+    assert [(c.mesh_dim, c.module, len(c.carries)) for c in sums] == [
+        ("tp", "model.blocks.1", 2),
+        ("tp", "model.blocks.0", 3),  # and that of the norm before the output
+    ]
