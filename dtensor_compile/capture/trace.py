@@ -72,7 +72,16 @@ def emit_redistribution(
     mesh = compat_mesh.real_mesh(source.mesh)
     if not compat_mesh.is_member(mesh):
         return stock()  # this rank has no part of the tensor, and sends nothing
-    change = _change(local, source, target)
+    return _emit(local, source, target, _change(local, source, target), stock)
+
+
+def _emit(
+    local: torch.Tensor,
+    source: Spec,
+    target: Spec,
+    change: _Operator | _ToMask | str,
+    stock: Callable[[], torch.Tensor],
+) -> torch.Tensor:
     if isinstance(change, str):
         return _hand_back(stock, change)
     if isinstance(change, _ToMask):
@@ -90,18 +99,21 @@ def emit_redistributions(
     locals_: Sequence[torch.Tensor], sources: Sequence[Spec], targets: Sequence[Spec]
 ) -> list[torch.Tensor]:
     """The local tensors in the target specs, by one operator for all changes that the operator supports, the others
-    by `emit_redistribution`."""
+    one by one."""
     results: list[torch.Tensor] = []
     together: list[tuple[int, _Operator]] = []
     for i, (local, source, target) in enumerate(zip(locals_, sources, targets, strict=True)):
-        change = _change(local, source, target) if compat_mesh.is_member(compat_mesh.real_mesh(source.mesh)) else ""
+        mark_node(local, source)
+        stock = functools.partial(stock_redistribute_local, local, source, target)
+        if not compat_mesh.is_member(compat_mesh.real_mesh(source.mesh)):
+            results.append(stock())
+            continue
+        change = _change(local, source, target)
         if isinstance(change, _Operator) and change.is_needed and not change.masks:
-            mark_node(local, source)
             together.append((i, change))
             results.append(local)
         else:
-            stock = functools.partial(stock_redistribute_local, local, source, target)
-            results.append(emit_redistribution(local, source, target, stock))
+            results.append(_emit(local, source, target, change, stock))
     if together:
         made = redistribute_together([results[i] for i, _ in together], [change.arguments for _, change in together])
         note_origin()

@@ -49,8 +49,7 @@ def fuse_matmuls(graph: torch.fx.Graph) -> list[Decision]:
 def _fuse_gather(pair: Pair) -> str:
     """The name of the operator; empty if it cannot be inserted."""
     wait, shape = pair.wait, list(value_of(pair.wait).shape)
-    number = {node: index for index, node in enumerate(wait.graph.nodes)}
-    ready = [matmul for matmul in pair.matmuls if number[node_arg(matmul, 1)] < number[wait]]
+    ready = [matmul for matmul in pair.matmuls if node_arg(matmul, 1) < wait]
     if not ready:
         return ""
     left = value_of(node_arg(ready[0], 0))

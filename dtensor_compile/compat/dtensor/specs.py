@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
-from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.apply_patches import Place, patched, this_place
 from dtensor_compile.compat.patches import needs, patch
 from dtensor_compile.native.loader import native
 
@@ -74,22 +73,16 @@ def redistribute_local(local: torch.Tensor, source: Spec, target: Spec) -> torch
     return _redistribute.redistribute_local_tensor(local, source, target)
 
 
-class _Hooks(threading.local):
-    """The functions of the open `redistribute_hook` on this thread for several tensors at once."""
-
-    def __init__(self) -> None:
-        self.several: list[RedistributeSeveral] = []
-
-
-_hooks = _Hooks()
+#: The functions of the open scopes of `redistribute_hook` for several tensors, by place, as for functions of torch.
+_several: dict[Place, list[RedistributeSeveral]] = {}
 
 
 def redistribute_locals(
     locals_: Sequence[torch.Tensor], sources: Sequence[Spec], targets: Sequence[Spec]
 ) -> list[torch.Tensor]:
     """Local tensors in the target specs, at once where `redistribute_hook` is active."""
-    if _hooks.several:
-        return list(_hooks.several[-1](locals_, sources, targets))
+    if open_ := _several.get(this_place()):
+        return list(open_[-1](locals_, sources, targets))
     return [redistribute_local(*each) for each in zip(locals_, sources, targets, strict=True)]
 
 
@@ -243,8 +236,9 @@ def redistribute_hook(hook: RedistributeHook, several: RedistributeSeveral) -> I
     with contextlib.ExitStack() as stack:
         for row in _REDISTRIBUTE:
             stack.enter_context(patched(row, redistribute_local_tensor))
-        _hooks.several.append(several)
-        stack.callback(_hooks.several.pop)
+        open_ = _several.setdefault(this_place(), [])
+        open_.append(several)
+        stack.callback(open_.remove, several)
         yield
 
 
